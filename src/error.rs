@@ -8,6 +8,8 @@ pub struct Error {
     pub kind: Kind,
     message: String,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    /// What a command needs to clear it, for the position row.
+    pub detail: serde_json::Value,
 }
 
 /// What follows from an error.
@@ -61,7 +63,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Error { kind, message: message.into(), source: None }
+        Error { kind, message: message.into(), source: None, detail: serde_json::Value::Null }
     }
 
     pub fn mistake(message: impl Into<String>) -> Self {
@@ -82,6 +84,11 @@ impl Error {
 
     pub fn because(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         self.source = Some(Box::new(source));
+        self
+    }
+
+    pub fn with_detail(mut self, detail: serde_json::Value) -> Self {
+        self.detail = detail;
         self
     }
 

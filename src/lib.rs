@@ -1,10 +1,26 @@
 pub mod relay;
 
 #[cfg(feature = "worker")]
+pub mod cli;
+#[cfg(feature = "worker")]
+pub mod commands;
+#[cfg(feature = "worker")]
 pub mod config;
+#[cfg(feature = "worker")]
+pub mod descriptor;
 #[cfg(feature = "worker")]
 pub mod error;
 #[cfg(feature = "worker")]
+pub mod kafka;
+#[cfg(feature = "worker")]
+pub mod position;
+#[cfg(feature = "worker")]
 pub mod postgres;
+#[cfg(feature = "worker")]
+pub mod session;
+#[cfg(feature = "worker")]
+pub mod source;
+#[cfg(feature = "worker")]
+pub mod startcheck;
 #[cfg(feature = "worker")]
 pub mod tls;

@@ -35,7 +35,11 @@ impl Endpoint {
         match &self.host {
             Host::Unix(_) => true,
             Host::Tcp(name) => {
-                name == "localhost" || name.trim_matches(['[', ']']).parse().is_ok_and(|ip: std::net::IpAddr| ip.is_loopback())
+                name == "localhost"
+                    || name
+                        .trim_matches(['[', ']'])
+                        .parse()
+                        .is_ok_and(|ip: std::net::IpAddr| ip.is_loopback())
             }
         }
     }
@@ -161,7 +165,8 @@ async fn connect_to(settings: &Postgres, endpoint: &Endpoint) -> Result<(Sql, bo
     };
     let timed_out = |_| Error::wait(format!("cannot connect to PostgreSQL at {endpoint}: no answer in time"));
     // connect_timeout covers the TCP handshake only.
-    let (client, driver) = tokio::time::timeout(settings.connect_timeout, connecting).await.map_err(timed_out)??;
+    let (client, driver) =
+        tokio::time::timeout(settings.connect_timeout, connecting).await.map_err(timed_out)??;
     let mut sql = Sql { client, endpoint: endpoint.clone(), version: 0, driver };
     let facts = "SELECT current_setting('server_version_num')::int, pg_is_in_recovery()";
     let row = tokio::time::timeout(settings.connect_timeout, sql.client.query_one(facts, &[]))
@@ -170,7 +175,10 @@ async fn connect_to(settings: &Postgres, endpoint: &Endpoint) -> Result<(Sql, bo
         .map_err(failed)?;
     sql.version = row.get(0);
     if sql.version < 140_000 {
-        return Err(Error::mistake(format!("PostgreSQL at {endpoint} is version {}, 14 or newer is needed", sql.version)));
+        return Err(Error::mistake(format!(
+            "PostgreSQL at {endpoint} is version {}, 14 or newer is needed",
+            sql.version
+        )));
     }
     Ok((sql, row.get(1)))
 }
@@ -204,7 +212,9 @@ pub fn sqlstate_kind(code: &str) -> Kind {
         // invalid_authorization, invalid_password, invalid_catalog_name, insufficient_privilege,
         // undefined_table, undefined_column, undefined_function, invalid_schema_name,
         // undefined_object, syntax_error
-        "28000" | "28P01" | "3D000" | "42501" | "42P01" | "42703" | "42883" | "3F000" | "42704" | "42601" => Kind::Mistake,
+        "28000" | "28P01" | "3D000" | "42501" | "42P01" | "42703" | "42883" | "3F000" | "42704" | "42601" => {
+            Kind::Mistake
+        }
         _ => Kind::Wait,
     }
 }
@@ -220,5 +230,5 @@ fn tls_refused(e: &tokio_postgres::Error) -> bool {
         source = cause.source();
     }
     let text = e.to_string();
-    text.contains("TLS handshake") || text.contains("does not support TLS") || text.contains("authentication")
+    ["does not support TLS", "authentication error", "invalid configuration"].iter().any(|t| text.contains(t))
 }

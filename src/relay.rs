@@ -23,7 +23,7 @@ pub use postgres_types::PgLsn as Lsn;
 
 use outbox::{BindError, Binding, Mapping};
 use pgoutput::{Begin, DecodeError, Message, Relation, Tuple};
-use progress::{Position, Progress, Seq};
+use progress::{InFlight, Position, Progress, Seq};
 use router::{Record, Route, Unpublishable};
 
 /// What the relay is told.
@@ -48,7 +48,7 @@ pub enum Output<'a> {
         record: Record<'a>,
     },
     /// An operator has decided to go past this event; it counts as delivered.
-    Skipped(Poison),
+    Skipped(Place),
 }
 
 /// The tables this relay publishes, in the order of the configuration.
@@ -127,14 +127,15 @@ pub struct Relay {
     failed: bool,
     /// Greatest position noted; the stream must not go back.
     last_lsn: Lsn,
+    events_end: Lsn,
     commit_time_micros: Option<i64>,
     ignored: Ignored,
 }
 
 /// A relation that the stream has described.
 enum Known {
-    Outbox { table: usize, binding: Result<Binding, BindError> },
-    Swapped { table: usize },
+    Outbox { table: u16, binding: Result<Binding, BindError> },
+    Swapped { table: u16 },
     Other,
 }
 
@@ -153,6 +154,7 @@ impl Relay {
             progress: Progress::new(),
             failed: false,
             last_lsn: Lsn::from(0),
+            events_end: Lsn::from(0),
             commit_time_micros: None,
             ignored: Ignored::default(),
         }
@@ -200,6 +202,19 @@ impl Relay {
         self.progress.in_flight_bytes()
     }
 
+    /// Names an event in flight that the producer or the broker has refused for good.
+    pub fn poison(
+        &self,
+        seq: Seq,
+        event_id: &str,
+        key: Option<String>,
+        why: Unpublishable,
+    ) -> Option<Poison> {
+        let event = self.progress.in_flight(seq)?;
+        let table = name(&self.tables[usize::from(event.table)].mapping);
+        Some(Poison { table, event_id: event_id.to_owned(), key, place: event.place, why })
+    }
+
     pub fn ignored(&self) -> Ignored {
         self.ignored
     }
@@ -215,12 +230,15 @@ impl Relay {
                 }
             }
             Message::Commit(commit) => {
-                let begin =
-                    self.transaction.take().ok_or(RelayError::Protocol("Commit without Begin"))?.begin;
+                let Transaction { begin, inserts } =
+                    self.transaction.take().ok_or(RelayError::Protocol("Commit without Begin"))?;
                 if begin.commit_lsn != commit.commit_lsn || commit.end_lsn < commit.commit_lsn {
                     return Err(RelayError::Protocol("Commit does not fit its Begin"));
                 }
-                self.commit_time_micros = Some(commit.commit_time_micros);
+                if inserts > 0 {
+                    self.events_end = commit.end_lsn;
+                    self.commit_time_micros = Some(commit.commit_time_micros);
+                }
                 self.position(commit.end_lsn);
             }
             Message::Relation(relation) => {
@@ -242,21 +260,22 @@ impl Relay {
         let at = transaction.begin.commit_lsn;
         let known =
             self.relations.get(&relation).ok_or(RelayError::Protocol("Insert before its Relation"))?;
-        let (table, binding) = match known {
+        let (table_index, binding) = match known {
             Known::Other => {
                 self.ignored.other_tables += 1;
                 return Ok(None);
             }
             Known::Swapped { table } => {
-                let mapping = &self.tables[*table].mapping;
+                let mapping = &self.tables[usize::from(*table)].mapping;
                 return Err(RelayError::Swapped {
                     table: name(mapping),
                     oid: relation,
                     expected: mapping.oid,
                 });
             }
-            Known::Outbox { table, binding } => (&self.tables[*table], binding),
+            Known::Outbox { table, binding } => (*table, binding),
         };
+        let table = &self.tables[usize::from(table_index)];
         let binding = binding.as_ref().map_err(|source| RelayError::Columns {
             table: name(&table.mapping),
             at,
@@ -274,23 +293,23 @@ impl Relay {
         };
         if !self.skip.is_empty() && self.skip.contains(&(place, event_id(event.id, place))) {
             self.ignored.skipped += 1;
-            let why = router::route(&table.mapping, &table.route, &event, 0)
-                .err()
-                .unwrap_or(Unpublishable::Refused);
-            return Ok(Some(Output::Skipped(poison(why))));
+            return Ok(Some(Output::Skipped(place)));
         }
         let record =
             router::route(&table.mapping, &table.route, &event, transaction.begin.commit_time_micros)
                 .map_err(|why| RelayError::Poison(Box::new(poison(why))))?;
-        let seq = self.progress.publish(record.payload_bytes());
+        let bytes = record.payload_bytes().try_into().unwrap_or(u32::MAX);
+        let seq = self.progress.publish(InFlight { bytes, place, table: table_index });
         Ok(Some(Output::Publish { seq, record }))
     }
 
     fn known(&self, relation: &Relation) -> Known {
         let same_name = |m: &Mapping| m.schema == relation.schema && m.table == relation.name;
-        if let Some(table) = self.tables.iter().position(|t| t.mapping.oid == relation.oid) {
-            Known::Outbox { table, binding: Binding::new(&self.tables[table].mapping, relation) }
-        } else if let Some(table) = self.tables.iter().position(|t| same_name(&t.mapping)) {
+        let find =
+            |wanted: &dyn Fn(&Mapping) -> bool| (0u16..).zip(&self.tables).find(|(_, t)| wanted(&t.mapping));
+        if let Some((index, table)) = find(&|m| m.oid == relation.oid) {
+            Known::Outbox { table: index, binding: Binding::new(&table.mapping, relation) }
+        } else if let Some((table, _)) = find(&same_name) {
             Known::Swapped { table }
         } else {
             Known::Other
@@ -301,7 +320,8 @@ impl Relay {
     fn position(&mut self, lsn: Lsn) {
         if lsn > self.last_lsn {
             self.last_lsn = lsn;
-            self.progress.position(Position { lsn, commit_time_micros: self.commit_time_micros });
+            let (events_end, commit_time_micros) = (self.events_end, self.commit_time_micros);
+            self.progress.position(Position { lsn, events_end, commit_time_micros });
         }
     }
 

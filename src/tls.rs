@@ -35,9 +35,9 @@ pub fn client_config(tls: &Tls, mode: TlsMode) -> Result<ClientConfig> {
         (Some(certificate), Some(key)) => {
             let chain = certificates(certificate)?;
             let key_der = PrivateKeyDer::from_pem_file(key).map_err(|e| unreadable(key, "private key", e))?;
-            builder
-                .with_client_auth_cert(chain, key_der)
-                .map_err(|e| Error::mistake(format!("{} does not fit {}", key.display(), certificate.display())).because(e))
+            builder.with_client_auth_cert(chain, key_der).map_err(|e| {
+                Error::mistake(format!("{} does not fit {}", key.display(), certificate.display())).because(e)
+            })
         }
         _ => Ok(builder.with_no_client_auth()),
     }
@@ -99,14 +99,18 @@ impl ServerCertVerifier for Verifier {
     ) -> Result<ServerCertVerified, rustls::Error> {
         match &self.checks {
             Checks::Nothing => Ok(ServerCertVerified::assertion()),
-            Checks::ChainAndName(inner) => inner.verify_server_cert(end_entity, intermediates, name, ocsp, now),
+            Checks::ChainAndName(inner) => {
+                inner.verify_server_cert(end_entity, intermediates, name, ocsp, now)
+            }
             // The name is checked last, so a wrong one means that the chain was right.
-            Checks::Chain(inner) => match inner.verify_server_cert(end_entity, intermediates, name, ocsp, now) {
-                Err(rustls::Error::InvalidCertificate(
-                    CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
-                )) => Ok(ServerCertVerified::assertion()),
-                other => other,
-            },
+            Checks::Chain(inner) => {
+                match inner.verify_server_cert(end_entity, intermediates, name, ocsp, now) {
+                    Err(rustls::Error::InvalidCertificate(
+                        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+                    )) => Ok(ServerCertVerified::assertion()),
+                    other => other,
+                }
+            }
         }
     }
 

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use super::Lsn;
+use super::{Lsn, Place};
 
 /// Names one event within one session; never reused, never carried into another session.
 pub type Seq = u64;
@@ -15,14 +15,26 @@ pub type Seq = u64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Position {
     pub lsn: Lsn,
-    /// Of the last commit at or before `lsn`, in microseconds since 2000-01-01 UTC; `None` before
-    /// the first commit of the session.
+    /// End of the last commit at or before `lsn` that held an outbox event; 0 before the first.
+    /// What lies beyond is the WAL of others, and confirming it is not urgent.
+    pub events_end: Lsn,
+    /// Of that commit, in microseconds since 2000-01-01 UTC.
     pub commit_time_micros: Option<i64>,
+}
+
+/// What is remembered of an event until it is acknowledged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InFlight {
+    /// Of key, value and headers.
+    pub bytes: u32,
+    pub place: Place,
+    /// Index of its table.
+    pub table: u16,
 }
 
 #[derive(Debug)]
 enum Entry {
-    Event { acked: bool, bytes: u32 },
+    Event { acked: bool, event: InFlight },
     Position(Position),
 }
 
@@ -48,12 +60,20 @@ impl Progress {
     }
 
     /// Notes an event that is about to be handed to the producer.
-    pub fn publish(&mut self, bytes: usize) -> Seq {
+    pub fn publish(&mut self, event: InFlight) -> Seq {
         let seq = self.front + self.queue.len() as Seq;
-        self.queue.push_back(Entry::Event { acked: false, bytes: bytes.try_into().unwrap_or(u32::MAX) });
+        self.queue.push_back(Entry::Event { acked: false, event });
         self.in_flight_events += 1;
-        self.in_flight_bytes += bytes.min(u32::MAX as usize);
+        self.in_flight_bytes += event.bytes as usize;
         seq
+    }
+
+    /// The event of that number, while it is in flight.
+    pub fn in_flight(&self, seq: Seq) -> Option<InFlight> {
+        match self.queue.get(self.index(seq)?)? {
+            Entry::Event { acked: false, event } => Some(*event),
+            _ => None,
+        }
     }
 
     /// Notes a place that may be confirmed once everything before it is acknowledged.
@@ -80,12 +100,11 @@ impl Progress {
     /// When the event is unknown or acknowledged already: a count that is off by one could
     /// confirm what was never delivered.
     pub fn acked(&mut self, seq: Seq) {
-        let index = seq.checked_sub(self.front).and_then(|i| usize::try_from(i).ok());
-        match index.and_then(|i| self.queue.get_mut(i)) {
-            Some(Entry::Event { acked: acked @ false, bytes }) => {
+        match self.index(seq).and_then(|i| self.queue.get_mut(i)) {
+            Some(Entry::Event { acked: acked @ false, event }) => {
                 *acked = true;
                 self.in_flight_events -= 1;
-                self.in_flight_bytes -= *bytes as usize;
+                self.in_flight_bytes -= event.bytes as usize;
             }
             _ => panic!("acknowledgement of event {seq}, which is not in flight"),
         }
@@ -95,6 +114,10 @@ impl Progress {
             }
             self.front += 1;
         }
+    }
+
+    fn index(&self, seq: Seq) -> Option<usize> {
+        usize::try_from(seq.checked_sub(self.front)?).ok()
     }
 
     /// The greatest place before which everything is acknowledged.
@@ -123,13 +146,17 @@ mod tests {
     use proptest::prelude::*;
 
     fn at(lsn: u64) -> Position {
-        Position { lsn: Lsn::from(lsn), commit_time_micros: None }
+        Position { lsn: Lsn::from(lsn), events_end: Lsn::from(0), commit_time_micros: None }
+    }
+
+    fn event(bytes: u32) -> InFlight {
+        InFlight { bytes, place: Place { commit_lsn: Lsn::from(0), ordinal: 0 }, table: 0 }
     }
 
     #[test]
     fn a_position_waits_for_every_event_before_it() {
         let mut p = Progress::new();
-        let (a, b) = (p.publish(1), p.publish(2));
+        let (a, b) = (p.publish(event(1)), p.publish(event(2)));
         p.position(at(10));
         p.acked(b);
         assert_eq!(p.confirmable(), None);
@@ -149,7 +176,7 @@ mod tests {
     #[should_panic(expected = "not in flight")]
     fn an_acknowledgement_that_comes_twice_is_a_bug() {
         let mut p = Progress::new();
-        let (a, _b) = (p.publish(1), p.publish(1));
+        let (a, _b) = (p.publish(event(1)), p.publish(event(1)));
         p.acked(a);
         p.acked(a);
     }
@@ -185,7 +212,7 @@ mod tests {
             let mut lsn = 0;
             for op in ops {
                 match op {
-                    Op::Publish => model.push(Ok((progress.publish(3), false))),
+                    Op::Publish => model.push(Ok((progress.publish(event(3)), false))),
                     Op::Position(step) => {
                         lsn += step;
                         progress.position(at(lsn));

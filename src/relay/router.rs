@@ -21,9 +21,29 @@ pub struct TopicName {
     pub name: String,
     /// The recorded count: placement stays when the topic grows.
     pub partitions: i32,
-    /// Largest record batch that the topic takes, in bytes; `None` where only the broker can tell
-    /// (compression, or its configuration may not be read).
-    pub max_batch_bytes: Option<usize>,
+    pub limits: Limits,
+}
+
+/// How large a record may be, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// The topic's `max.message.bytes`, for a batch as the broker gets it; `None` where its
+    /// configuration may not be read.
+    pub topic: Option<usize>,
+    /// librdkafka's `message.max.bytes`.
+    pub client: usize,
+    /// Batches are compressed: only the broker can tell whether one fits the topic.
+    pub compressed: bool,
+}
+
+impl std::fmt::Display for Limits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.topic {
+            Some(topic) => write!(f, "the topic's max.message.bytes is {topic}")?,
+            None => write!(f, "the topic's max.message.bytes is not known")?,
+        }
+        write!(f, ", the client's message.max.bytes is {}", self.client)
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -56,10 +76,10 @@ pub enum Unpublishable {
     NullId,
     #[error("its key is NULL, and without a key there is no order to keep")]
     NullKey,
-    #[error("the record takes {bytes} bytes, {limit_name} allows {limit}")]
-    TooLarge { bytes: usize, limit: usize, limit_name: &'static str },
-    #[error("the broker refused it")]
-    Refused,
+    #[error("the record takes {bytes} bytes, {limits}")]
+    TooLarge { bytes: usize, limits: Limits },
+    #[error("the broker refuses its {bytes} bytes of key and value: {reason}")]
+    Rejected { bytes: usize, reason: String },
 }
 
 /// Name of the header that carries the event id.
@@ -90,13 +110,13 @@ pub fn route<'a>(
             Timestamp::Commit => Some(unix_ms(commit_time_micros)),
         },
     };
+    let limits = topic.limits;
     let bytes = record.batch_bytes();
-    match topic.max_batch_bytes {
-        Some(limit) if bytes > limit => {
-            Err(Unpublishable::TooLarge { bytes, limit, limit_name: "the topic's max.message.bytes" })
-        }
-        _ => Ok(record),
+    let over_topic = !limits.compressed && limits.topic.is_some_and(|limit| bytes > limit);
+    if over_topic || record.payload_bytes() > limits.client {
+        return Err(Unpublishable::TooLarge { bytes, limits });
     }
+    Ok(record)
 }
 
 impl Record<'_> {

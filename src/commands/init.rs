@@ -1,0 +1,891 @@
+//! `init`: publication, slot and position, in an order from which any kill can be resumed.
+//!
+//! 1. The publication, under a lock that no writer in flight can pass: a row inserted before the
+//!    publication exists and committed after the slot's start would never be streamed.
+//! 2. A *temporary* slot with an exported snapshot: exactly the rows in it are never streamed.
+//! 3. One transaction in that snapshot: their ids, and the position row.
+//! 4. The temporary slot is copied to the real one. A kill before this leaves no slot behind, and a
+//!    position row without a slot that ever was.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use postgres_protocol::escape::{escape_identifier, escape_literal};
+use serde_json::json;
+use tokio::time::{Instant, sleep};
+use tokio_postgres::error::SqlState;
+use tokio_postgres::types::{Json, PgLsn};
+use tokio_postgres::{Client, GenericClient, IsolationLevel};
+
+use crate::cli::InitArgs;
+use crate::commands::run::{check_columns, read_slot};
+use crate::config::{Config, TableConfig};
+use crate::descriptor::{Descriptor, Difference, table_parameters};
+use crate::error::{Error, Result};
+use crate::position::{self, SCHEMA_VERSION, publication_refusal};
+use crate::postgres::{self, Sql, sql_error};
+use crate::startcheck::Slot;
+use crate::{kafka, source};
+
+mod migrations {
+    pub mod worker {
+        refinery::embed_migrations!("migrations/worker");
+    }
+    pub mod sample {
+        refinery::embed_migrations!("migrations/sample");
+    }
+}
+
+/// Makes what is missing, keeps what fits, refuses the rest; prints what it did.
+///
+/// # Errors
+/// A mistake (nothing was changed), or a wait when locks or old transactions did not go away.
+pub async fn init(config: &Config, args: &InitArgs) -> Result<()> {
+    let sql = postgres::connect(&config.postgres).await?;
+    let mut init = Init { config, args, sql };
+    init.preconditions().await?;
+    if args.sample {
+        init.migrate_sample().await?;
+    }
+    check_columns(&init.sql.client, &config.tables).await?;
+    check_table_kinds(&init.describe().await?)?;
+    let known = init.has_schema().await?;
+    let row = if known { position::read(&init.sql.client, init.slot_name()).await? } else { None };
+    let slot = read_slot(&init.sql.client, init.slot_name()).await?;
+    let complete = slot.is_some() || (row.is_some() && init.was_completed().await?);
+    init.refuse_before_changes(row.as_ref(), slot.as_ref(), complete).await?;
+    init.migrate().await?;
+    if args.start_over {
+        init.start_over(row.as_ref(), slot.as_ref()).await?;
+        init.fresh().await?;
+    } else {
+        match (row, slot) {
+            (Some(row), Some(_)) => init.keep(&row).await?,
+            (None, Some(slot)) => init.adopt(&slot).await?,
+            (row, None) => {
+                if row.is_some() {
+                    init.forget_unfinished().await?;
+                }
+                init.fresh().await?;
+            }
+        }
+    }
+    if args.accept_kafka {
+        init.accept_kafka().await?;
+    }
+    Ok(())
+}
+
+struct Init<'a> {
+    config: &'a Config,
+    args: &'a InitArgs,
+    sql: Sql,
+}
+
+impl Init<'_> {
+    fn slot_name(&self) -> &str {
+        &self.config.postgres.slot
+    }
+
+    fn publication(&self) -> &str {
+        &self.config.postgres.publication
+    }
+
+    fn deadline(&self) -> Instant {
+        Instant::now() + Duration::from_secs(self.args.wait)
+    }
+
+    /// Runs a statement, or prints it in a dry run.
+    async fn execute(&self, client: &impl GenericClient, what: &str, statement: &str) -> Result<()> {
+        if self.args.dry_run {
+            println!("{statement};");
+            return Ok(());
+        }
+        client.batch_execute(statement).await.map_err(|e| sql_error(what, e))
+    }
+
+    async fn describe(&self) -> Result<Descriptor> {
+        position::describe(&self.sql.client, self.config).await
+    }
+
+    /// Everything that would make a later step fail, in one message.
+    async fn preconditions(&self) -> Result<()> {
+        let version = self.sql.version;
+        let sql = "SELECT current_setting('wal_level'),
+                          current_setting('max_replication_slots')::bigint, (SELECT count(*) FROM pg_replication_slots),
+                          EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = $1),
+                          current_setting('max_wal_senders')::bigint";
+        let row = self.sql.client.query_one(sql, &[&self.slot_name()]).await;
+        let row = row.map_err(|e| sql_error("cannot read the server's settings", e))?;
+        let (wal_level, slots_max, slots, exists, senders_max): (String, i64, i64, bool, i64) =
+            (row.get(0), row.get(1), row.get(2), row.get(3), row.get(4));
+        let mut problems = Vec::new();
+        if wal_level != "logical" {
+            problems.push(format!("wal_level is {wal_level}, logical is needed (ALTER SYSTEM SET wal_level = 'logical', then restart the server)"));
+        }
+        // The slot, and a temporary one while it is made.
+        if !exists && slots + 2 > slots_max {
+            problems.push(format!("max_replication_slots is {slots_max} and {slots} are taken, {} are needed (ALTER SYSTEM SET max_replication_slots, then restart the server)", slots + 2));
+        }
+        if senders_max == 0 {
+            problems.push("max_wal_senders is 0, at least 1 is needed (ALTER SYSTEM SET max_wal_senders, then restart the server)".to_owned());
+        }
+        if self.config.postgres.failover == Some(true) && version < 170_000 {
+            problems.push(format!("postgres.failover needs PostgreSQL 17, this is {}", version / 10_000));
+        }
+        if problems.is_empty() {
+            // The only sure way to know whether this role may replicate.
+            source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
+            return Ok(());
+        }
+        Err(Error::mistake(problems.join("; ")))
+    }
+
+    async fn has_schema(&self) -> Result<bool> {
+        let sql = "SELECT to_regclass('outbox_tailer.schema_version') IS NOT NULL";
+        let row = self
+            .sql
+            .client
+            .query_one(sql, &[])
+            .await
+            .map_err(|e| sql_error("cannot read the catalogs", e))?;
+        Ok(row.get(0))
+    }
+
+    /// Whether the slot of the position row has ever been there.
+    async fn was_completed(&self) -> Result<bool> {
+        let sql = "SELECT EXISTS (SELECT FROM outbox_tailer.audit a WHERE a.slot = $1 AND a.action IN ('init-done', 'adopt-slot')
+                     AND a.id > coalesce((SELECT max(id) FROM outbox_tailer.audit WHERE slot = $1 AND action = 'init'), 0))";
+        let row = self
+            .sql
+            .client
+            .query_one(sql, &[&self.slot_name()])
+            .await
+            .map_err(|e| sql_error("cannot read outbox_tailer.audit", e))?;
+        Ok(row.get(0))
+    }
+
+    /// Everything that is wrong is found before anything is changed.
+    async fn refuse_before_changes(
+        &self,
+        row: Option<&position::Row>,
+        slot: Option<&Slot>,
+        complete: bool,
+    ) -> Result<()> {
+        let name = self.slot_name();
+        if let Some(adopted) = &self.args.adopt_slot {
+            if adopted != name {
+                return Err(Error::mistake(format!(
+                    "--adopt-slot {adopted}: the configured slot is {name}; set postgres.slot or --slot to {adopted}"
+                )));
+            }
+            if slot.is_none() {
+                return Err(Error::mistake(format!("--adopt-slot {adopted}: there is no such slot")));
+            }
+        }
+        if let Some(slot) = slot {
+            let database = self.sql.client.query_one("SELECT current_database()::text", &[]).await;
+            let database: String =
+                database.map_err(|e| sql_error("cannot read the database's name", e))?.get(0);
+            if let Some(what) = slot.wrong_kind(name, &database) {
+                return Err(Error::mistake(format!("{what}; choose another name for postgres.slot")));
+            }
+            if !self.args.start_over {
+                if let Some(lost) = slot.lost(name) {
+                    return Err(lost);
+                }
+                if row.is_none() && self.args.adopt_slot.is_none() {
+                    return Err(Error::mistake(format!(
+                        "slot {name} exists and was not made by `outbox-tailer init`; to take it over at the position it has confirmed, add --adopt-slot {name}"
+                    )));
+                }
+            }
+            if let Some(pid) = slot.active_pid
+                && (self.args.start_over || row.is_none())
+            {
+                return Err(Error::mistake(format!(
+                    "slot {name} is in use (PID {pid}): stop what uses it first"
+                )));
+            }
+        }
+        if self.args.start_over {
+            if row.is_none() && slot.is_none() {
+                return Err(Error::mistake(format!(
+                    "--start-over: there is neither slot {name} nor a position row to start over from"
+                )));
+            }
+        } else if slot.is_none() && row.is_some() && complete {
+            return Err(Error::mistake(format!(
+                "slot {name} is gone, its position row is there: what was not streamed yet never will be; once those events are taken care of, add --start-over --from-now"
+            )));
+        }
+        let now = self.describe().await?;
+        match (&now.publication, row) {
+            (Some(_), None) => {
+                if let Some(problem) = now.unsuitable(self.publication()) {
+                    return Err(Error::mistake(format!(
+                        "{problem}; this publication was not made here and is left alone"
+                    )));
+                }
+            }
+            (None, None) if slot.is_some() => {
+                return Err(Error::mistake(format!(
+                    "slot {name} exists but publication {} does not: decoding would miss it for everything before it is made",
+                    self.publication()
+                )));
+            }
+            _ => {}
+        }
+        let fresh = slot.is_none() || self.args.start_over;
+        if fresh && !self.args.from_now {
+            self.refuse_existing_rows(&self.sql.client, &self.config.tables).await?;
+        }
+        Ok(())
+    }
+
+    async fn refuse_existing_rows(&self, client: &impl GenericClient, tables: &[TableConfig]) -> Result<()> {
+        for table in tables {
+            let sql = format!("SELECT EXISTS (SELECT FROM {})", qualified(table));
+            let row =
+                client.query_one(&sql, &[]).await.map_err(|e| sql_error("cannot look into the outbox", e))?;
+            if row.get(0) {
+                return Err(Error::mistake(format!(
+                    "table {} holds rows that the slot will never stream; --from-now leaves them unpublished and records their ids; otherwise have them delivered by what has delivered them so far, delete them, and run init again",
+                    table.name()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    async fn migrate(&mut self) -> Result<()> {
+        if self.has_schema().await? {
+            let sql = "SELECT coalesce(max(version), 0) FROM outbox_tailer.schema_version";
+            let row = self
+                .sql
+                .client
+                .query_one(sql, &[])
+                .await
+                .map_err(|e| sql_error("cannot read the schema version", e))?;
+            if row.get::<_, i32>(0) >= SCHEMA_VERSION {
+                return Ok(()); // also when a DBA applied the files by hand
+            }
+        }
+        if self.args.dry_run {
+            migrations::worker::migrations::runner()
+                .get_migrations()
+                .iter()
+                .filter_map(|m| m.sql())
+                .for_each(|sql| println!("{sql}"));
+            return Ok(());
+        }
+        let what = "cannot make schema outbox_tailer";
+        self.execute(&self.sql.client, what, "CREATE SCHEMA IF NOT EXISTS outbox_tailer").await?;
+        let mut runner = migrations::worker::migrations::runner();
+        runner.set_migration_table_name("outbox_tailer.migration");
+        runner.run_async(&mut self.sql.client).await.map_err(|e| Error::mistake(what).because(e))?;
+        println!("made schema outbox_tailer, version {SCHEMA_VERSION}");
+        Ok(())
+    }
+
+    async fn migrate_sample(&mut self) -> Result<()> {
+        let mut runner = migrations::sample::migrations::runner();
+        if self.args.dry_run {
+            runner.get_migrations().iter().filter_map(|m| m.sql()).for_each(|sql| println!("{sql}"));
+            return Ok(());
+        }
+        let what = "cannot make the sample tables";
+        self.execute(&self.sql.client, what, "SET search_path = public").await?;
+        runner.set_migration_table_name("sample_migration");
+        runner.run_async(&mut self.sql.client).await.map_err(|e| Error::mistake(what).because(e))?;
+        self.execute(&self.sql.client, what, "SET search_path = pg_catalog").await?;
+        println!("made the sample tables sales_order and outbox_event");
+        Ok(())
+    }
+
+    /// Publication, slot and position, where none of slot and position is there.
+    async fn fresh(&mut self) -> Result<()> {
+        let made_publication = self.make_publication().await?;
+        if self.args.dry_run {
+            println!("-- on a replication connection:");
+            println!("{};", self.create_slot_command("<temporary>"));
+            println!("-- in its snapshot: the ids of the rows that are never streamed, and the position row");
+            println!(
+                "SELECT pg_copy_logical_replication_slot('<temporary>', {});",
+                escape_literal(self.slot_name())
+            );
+            if self.wants_failover() {
+                println!("{};", self.failover_command());
+            }
+            return Ok(());
+        }
+        let made = self.make_slot_and_position().await;
+        if made.is_err() && made_publication {
+            // Leave nothing half made behind.
+            let drop = format!("DROP PUBLICATION IF EXISTS {}", escape_identifier(self.publication()));
+            self.execute(&self.sql.client, "cannot drop the publication again", &drop).await?;
+        }
+        made
+    }
+
+    /// Gives whether it was made now.
+    async fn make_publication(&mut self) -> Result<bool> {
+        let now = self.describe().await?;
+        if now.publication.is_some() {
+            if let Some(problem) = now.unsuitable(self.publication()) {
+                return Err(Error::mistake(problem));
+            }
+            println!("kept publication {}", self.publication());
+            if let Some(excess) = now.excess() {
+                println!("note: {excess}; what is not needed is ignored and counted");
+            }
+            return Ok(false);
+        }
+        let tables: Vec<String> = self.config.tables.iter().map(qualified).collect();
+        let create = format!(
+            "CREATE PUBLICATION {} FOR TABLE {} WITH (publish = 'insert', publish_via_partition_root = true)",
+            escape_identifier(self.publication()),
+            tables.join(", ")
+        );
+        if self.args.dry_run {
+            println!("BEGIN;\n{};\n{create};\nCOMMIT;", lock_command(&self.config.tables));
+            return Ok(false);
+        }
+        let deadline = self.deadline();
+        loop {
+            let transaction =
+                self.sql.client.transaction().await.map_err(|e| sql_error("cannot begin", e))?;
+            match lock_tables(&transaction, &self.config.tables).await {
+                Ok(()) => {
+                    let what = format!("cannot make publication {}", self.config.postgres.publication);
+                    transaction.batch_execute(&create).await.map_err(|e| sql_error(&what, e))?;
+                    transaction.commit().await.map_err(|e| sql_error(&what, e))?;
+                    println!("made publication {} for {}", self.publication(), tables.join(", "));
+                    return Ok(true);
+                }
+                Err(e) => {
+                    transaction.rollback().await.map_err(|e| sql_error("cannot roll back", e))?;
+                    blocked(&self.sql.client, &self.config.tables, deadline, e).await?;
+                }
+            }
+        }
+    }
+
+    fn create_slot_command(&self, name: &str) -> String {
+        let name = escape_identifier(name);
+        if self.sql.version >= 150_000 {
+            format!("CREATE_REPLICATION_SLOT {name} TEMPORARY LOGICAL pgoutput (SNAPSHOT 'export')")
+        } else {
+            format!("CREATE_REPLICATION_SLOT {name} TEMPORARY LOGICAL pgoutput EXPORT_SNAPSHOT")
+        }
+    }
+
+    fn wants_failover(&self) -> bool {
+        self.sql.version >= 170_000 && self.config.postgres.failover != Some(false)
+    }
+
+    fn failover_command(&self) -> String {
+        format!("ALTER_REPLICATION_SLOT {} (FAILOVER true)", escape_identifier(self.slot_name()))
+    }
+
+    async fn make_slot_and_position(&mut self) -> Result<()> {
+        let mut replication = source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
+        let system = replication.identify_system().await?;
+        // Of this process, so that two `init` at once do not disturb each other.
+        let temporary = format!("outbox_tailer_init_{}", std::process::id());
+        let created = self.create_slot(&mut replication, &temporary).await?;
+        let field = |i: usize| created.get(i).cloned().flatten();
+        let unexpected = || Error::bug("an unexpected answer to CREATE_REPLICATION_SLOT");
+        let point: PgLsn = field(1).and_then(|lsn| lsn.parse().ok()).ok_or_else(unexpected)?;
+        let snapshot = field(2).ok_or_else(unexpected)?;
+
+        let slot = self.slot_name().to_owned();
+        let failed = |e| sql_error("cannot write the position row", e);
+        let transaction = self.sql.client.build_transaction().isolation_level(IsolationLevel::RepeatableRead);
+        let transaction = transaction.start().await.map_err(failed)?;
+        let in_snapshot = format!(
+            "SET TRANSACTION SNAPSHOT {}; SET LOCAL statement_timeout = 0",
+            escape_literal(&snapshot)
+        );
+        transaction.batch_execute(&in_snapshot).await.map_err(failed)?;
+        let descriptor = position::describe(&transaction, self.config).await?;
+        if let Some(problem) = descriptor.unsuitable(&self.config.postgres.publication) {
+            return Err(Error::mistake(problem));
+        }
+        let mut existing = 0;
+        for table in &self.config.tables {
+            existing += record_not_streamed(&transaction, &slot, table, &descriptor).await?;
+        }
+        if existing > 0 && !self.args.from_now {
+            return Err(Error::mistake(format!(
+                "{existing} rows were committed to the outbox just before the slot's start and would never be streamed; --from-now accepts that and records their ids"
+            )));
+        }
+        let insert = "INSERT INTO outbox_tailer.position
+                        (slot, system_identifier, timeline, database, publication, descriptor, confirmed_lsn)
+                      VALUES ($1, $2, $3, current_database(), $4, $5, $6)";
+        let timeline = i64::from(system.timeline);
+        transaction
+            .execute(
+                insert,
+                &[
+                    &slot,
+                    &system.identifier,
+                    &timeline,
+                    &self.config.postgres.publication,
+                    &Json(&descriptor),
+                    &point,
+                ],
+            )
+            .await
+            .map_err(failed)?;
+        position::audit(
+            &transaction,
+            &slot,
+            "init",
+            &json!({ "lsn": point.to_string(), "rows_not_streamed": existing }),
+        )
+        .await?;
+        transaction.commit().await.map_err(failed)?;
+
+        let copy = "SELECT pg_copy_logical_replication_slot($1::text::name, $2::text::name, false)";
+        self.sql
+            .client
+            .execute(copy, &[&temporary, &slot])
+            .await
+            .map_err(|e| sql_error(&format!("cannot make slot {slot}"), e))?;
+        if self.wants_failover() {
+            let command = self.failover_command();
+            replication.query("does not mark the slot for failover", &command).await?;
+        }
+        position::audit(&self.sql.client, &slot, "init-done", &json!({ "lsn": point.to_string() })).await?;
+        println!("made slot {slot}, position {point}");
+        if existing > 0 {
+            println!(
+                "{existing} rows that are in the outbox already will not be published (recorded in outbox_tailer.not_streamed)"
+            );
+        }
+        Ok(())
+    }
+
+    /// `CREATE_REPLICATION_SLOT` waits for every transaction that was open when it began.
+    async fn create_slot(
+        &self,
+        replication: &mut source::Session,
+        name: &str,
+    ) -> Result<Vec<Option<String>>> {
+        let command = self.create_slot_command(name);
+        let walsender = replication.backend_pid;
+        let deadline = self.deadline();
+        let mut told = String::new();
+        let what = format!("does not make slot {}", self.slot_name());
+        let mut creating = std::pin::pin!(replication.query(&what, &command));
+        loop {
+            let give_up = tokio::select! {
+                rows = &mut creating => {
+                    return rows?.into_iter().next().ok_or_else(|| Error::bug("no answer to CREATE_REPLICATION_SLOT"));
+                }
+                _ = tokio::signal::ctrl_c() => Some("interrupted".to_owned()),
+                () = sleep(Duration::from_secs(1)) => {
+                    let blockers = old_transactions(&self.sql.client).await?;
+                    if blockers != told && !blockers.is_empty() {
+                        eprintln!("waiting for older transactions to end: {blockers}");
+                        told.clone_from(&blockers);
+                    }
+                    (Instant::now() >= deadline).then(|| format!("given up after {} s, waiting for {told}", self.args.wait))
+                }
+            };
+            if let Some(why) = give_up {
+                // It waits for a transaction and would not notice that we are gone.
+                let end = "SELECT pg_terminate_backend($1)";
+                self.sql
+                    .client
+                    .execute(end, &[&walsender])
+                    .await
+                    .map_err(|e| sql_error("cannot end the walsender", e))?;
+                return Err(Error::wait(format!("slot {} was not made: {why}", self.slot_name())));
+            }
+        }
+    }
+
+    /// Removes what an `init` that was killed before it had made the slot has left.
+    async fn forget_unfinished(&self) -> Result<()> {
+        println!("an earlier init did not finish; starting again");
+        let slot = escape_literal(self.slot_name());
+        let delete = format!(
+            "DELETE FROM outbox_tailer.position WHERE slot = {slot};
+             DELETE FROM outbox_tailer.not_streamed WHERE slot = {slot}"
+        );
+        self.execute(&self.sql.client, "cannot remove the unfinished position row", &delete).await
+    }
+
+    async fn start_over(&self, row: Option<&position::Row>, slot: Option<&Slot>) -> Result<()> {
+        let name = escape_literal(self.slot_name());
+        let was = row.map(|row| row.confirmed.to_string());
+        let confirmed = slot.and_then(|slot| slot.confirmed).map(|lsn| lsn.to_string());
+        let detail = json!({ "position": was, "slot_confirmed": confirmed });
+        let forget = format!(
+            "BEGIN;
+             INSERT INTO outbox_tailer.audit (slot, action, detail) VALUES ({name}, 'start-over', {});
+             DELETE FROM outbox_tailer.position WHERE slot = {name};
+             COMMIT",
+            escape_literal(&detail.to_string())
+        );
+        self.execute(&self.sql.client, "cannot forget the position", &forget).await?;
+        if slot.is_some() {
+            let drop = format!("SELECT pg_drop_replication_slot({name})");
+            self.execute(&self.sql.client, "cannot drop the slot", &drop).await?;
+        }
+        println!(
+            "starting over: events after {} that were not streamed yet never will be",
+            was.as_deref().unwrap_or("the slot's start")
+        );
+        Ok(())
+    }
+
+    /// Takes an existing slot as it is.
+    async fn adopt(&mut self, slot: &Slot) -> Result<()> {
+        let name = self.slot_name().to_owned();
+        let confirmed = slot
+            .confirmed
+            .ok_or_else(|| Error::mistake(format!("slot {name} has no confirmed position yet")))?;
+        let mut replication = source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
+        let system = replication.identify_system().await?;
+        if self.args.dry_run {
+            println!("-- position row for slot {name} at {confirmed}");
+            return Ok(());
+        }
+        let failed = |e| sql_error("cannot write the position row", e);
+        let transaction = self.sql.client.transaction().await.map_err(failed)?;
+        let descriptor = position::describe(&transaction, self.config).await?;
+        if let Some(problem) = descriptor.unsuitable(&self.config.postgres.publication) {
+            return Err(Error::mistake(problem));
+        }
+        let insert = "INSERT INTO outbox_tailer.position
+                        (slot, system_identifier, timeline, database, publication, descriptor, confirmed_lsn)
+                      VALUES ($1, $2, $3, current_database(), $4, $5, $6)";
+        let timeline = i64::from(system.timeline);
+        transaction
+            .execute(
+                insert,
+                &[
+                    &name,
+                    &system.identifier,
+                    &timeline,
+                    &self.config.postgres.publication,
+                    &Json(&descriptor),
+                    &confirmed,
+                ],
+            )
+            .await
+            .map_err(failed)?;
+        position::audit(
+            &transaction,
+            &name,
+            "adopt-slot",
+            &json!({ "confirmed_lsn": confirmed.to_string() }),
+        )
+        .await?;
+        transaction.commit().await.map_err(failed)?;
+        println!("adopted slot {name} at {confirmed}, publication {}", self.publication());
+        Ok(())
+    }
+
+    /// Everything is there: keep it, and follow a changed list of tables.
+    async fn keep(&mut self, row: &position::Row) -> Result<()> {
+        if row.publication != self.publication() {
+            return Err(Error::mistake(format!(
+                "slot {} was set up with publication {}, postgres.publication is {}",
+                self.slot_name(),
+                row.publication,
+                self.publication()
+            )));
+        }
+        let configured: BTreeSet<String> = self.config.tables.iter().map(TableConfig::name).collect();
+        let accepted: BTreeSet<String> = row.descriptor.tables.keys().cloned().collect();
+        let added: Vec<TableConfig> =
+            self.config.tables.iter().filter(|t| !accepted.contains(&t.name())).cloned().collect();
+        let removed: Vec<String> = accepted.difference(&configured).cloned().collect();
+        let mut now = self.describe().await?;
+        // Compare what both know.
+        let mut common = row.descriptor.clone();
+        common.tables.retain(|name, _| configured.contains(name));
+        now.tables.retain(|name, _| accepted.contains(name));
+        if let Difference::Changed(what) = common.difference(&now, self.publication()) {
+            return Err(publication_refusal(&what));
+        }
+        if !added.is_empty() {
+            self.add_tables(row, &added).await?;
+        }
+        for name in &removed {
+            self.remove_table(name).await?;
+        }
+        if added.is_empty() && removed.is_empty() {
+            println!(
+                "kept publication {}, slot {}, position {}",
+                self.publication(),
+                self.slot_name(),
+                row.confirmed
+            );
+        }
+        if !self.args.dry_run && !self.was_completed().await? {
+            // Killed between the slot and this record.
+            position::audit(&self.sql.client, self.slot_name(), "init-done", &json!({})).await?;
+        }
+        Ok(())
+    }
+
+    /// Adds tables under a lock that no writer in flight can pass, in one transaction with the new
+    /// description: a worker of the old configuration refuses from then on.
+    async fn add_tables(&mut self, row: &position::Row, added: &[TableConfig]) -> Result<()> {
+        let names: Vec<String> = added.iter().map(qualified).collect();
+        let alter = format!(
+            "ALTER PUBLICATION {} ADD TABLE {}",
+            escape_identifier(self.publication()),
+            names.join(", ")
+        );
+        if self.args.dry_run {
+            println!(
+                "BEGIN;\n{};\n{alter};\n-- the ids of their rows, and the new description\nCOMMIT;",
+                lock_command(added)
+            );
+            return Ok(());
+        }
+        if !self.args.from_now {
+            self.refuse_existing_rows(&self.sql.client, added).await?;
+        }
+        let slot = self.slot_name().to_owned();
+        let deadline = self.deadline();
+        loop {
+            let failed = |e| sql_error("cannot add the table to the publication", e);
+            let transaction = self.sql.client.transaction().await.map_err(failed)?;
+            if let Err(e) = lock_tables(&transaction, added).await {
+                transaction.rollback().await.map_err(failed)?;
+                blocked(&self.sql.client, added, deadline, e).await?;
+                continue;
+            }
+            transaction.batch_execute("SET LOCAL statement_timeout = 0").await.map_err(failed)?;
+            let before = position::describe(&transaction, self.config).await?;
+            let all_tables = before.publication.as_ref().is_some_and(|p| p.all_tables);
+            for table in added {
+                let name = table.name();
+                let member = before.table(&name).is_some_and(|t| t.member.is_some());
+                if !member && !all_tables {
+                    let alter = format!(
+                        "ALTER PUBLICATION {} ADD TABLE {}",
+                        escape_identifier(&self.config.postgres.publication),
+                        qualified(table)
+                    );
+                    transaction.batch_execute(&alter).await.map_err(failed)?;
+                }
+            }
+            let mut descriptor = position::describe(&transaction, self.config).await?;
+            if let Some(problem) = descriptor.unsuitable(&self.config.postgres.publication) {
+                return Err(Error::mistake(problem));
+            }
+            let mut existing = 0;
+            for table in added {
+                existing += record_not_streamed(&transaction, &slot, table, &descriptor).await?;
+            }
+            if existing > 0 && !self.args.from_now {
+                return Err(Error::mistake(format!(
+                    "{existing} rows are in the new tables and would never be streamed; --from-now accepts that and records their ids"
+                )));
+            }
+            // Detached partitions stay known; tables that are being removed stay until they are.
+            let mut leaves = row.descriptor.leaves.clone();
+            leaves.extend(std::mem::take(&mut descriptor.leaves));
+            descriptor.leaves = leaves;
+            for (name, table) in &row.descriptor.tables {
+                descriptor.tables.entry(name.clone()).or_insert_with(|| table.clone());
+            }
+            let detail = json!({ "tables": names, "rows_not_streamed": existing });
+            store_descriptor(&transaction, &slot, &descriptor, "add-table", &detail).await?;
+            transaction.commit().await.map_err(failed)?;
+            println!("added {} to publication {}", names.join(", "), self.publication());
+            return Ok(());
+        }
+    }
+
+    /// Removes a table once nothing of it is left in the slot.
+    async fn remove_table(&mut self, name: &str) -> Result<()> {
+        let slot = self.slot_name().to_owned();
+        let publication = self.publication().to_owned();
+        let row = position::read(&self.sql.client, &slot)
+            .await?
+            .ok_or_else(|| Error::bug("the position row went away"))?;
+        let oid = row
+            .descriptor
+            .table(name)
+            .map(|t| t.oid)
+            .ok_or_else(|| Error::bug("the table is not described"))?;
+        let sql = "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = $1";
+        let found = self
+            .sql
+            .client
+            .query_opt(sql, &[&oid])
+            .await
+            .map_err(|e| sql_error("cannot read the catalogs", e))?;
+        let found = found.ok_or_else(|| Error::mistake(format!("table {name} does not exist any more")))?;
+        let table = format!("{}.{}", escape_identifier(found.get(0)), escape_identifier(found.get(1)));
+        let lock = format!(
+            "SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; LOCK TABLE {table} IN SHARE ROW EXCLUSIVE MODE"
+        );
+        let alter = format!("ALTER PUBLICATION {} DROP TABLE {table}", escape_identifier(&publication));
+        if self.args.dry_run {
+            println!("BEGIN;\n{lock};\n{alter};\n-- the new description\nCOMMIT;");
+            return Ok(());
+        }
+        let failed = |e| sql_error(&format!("cannot remove table {name}"), e);
+        let transaction = self.sql.client.transaction().await.map_err(failed)?;
+        transaction.batch_execute(&lock).await.map_err(failed)?;
+        // 'I', then the relation's OID (PostgreSQL manual, "Logical Replication Message Formats").
+        let peek = "SELECT count(*) FROM pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL,
+                      'proto_version', '1', 'publication_names', quote_ident($2))
+                    WHERE get_byte(data, 0) = 73 AND substring(data FROM 2 FOR 4) = int4send($3::oid::bigint::int)";
+        let left = transaction.query_one(peek, &[&slot, &publication, &oid]).await.map_err(|e| match e.code() {
+            Some(&SqlState::OBJECT_IN_USE) => Error::mistake(format!(
+                "table {name} is to be removed, and slot {slot} is in use: let the worker catch up, stop it, and run init again"
+            )),
+            _ => failed(e),
+        })?;
+        let left: i64 = left.get(0);
+        if left > 0 {
+            return Err(Error::mistake(format!(
+                "table {name} is to be removed, and {left} of its events are not published yet: start the worker with the old configuration until it has caught up"
+            )));
+        }
+        transaction.batch_execute(&alter).await.map_err(failed)?;
+        let mut descriptor = row.descriptor;
+        descriptor.tables.remove(name);
+        descriptor.leaves.retain(|leaf, _| !leaf.starts_with(&format!("{name}/")));
+        store_descriptor(&transaction, &slot, &descriptor, "remove-table", &json!({ "table": name })).await?;
+        transaction.commit().await.map_err(failed)?;
+        println!("removed {table} from publication {publication}");
+        Ok(())
+    }
+
+    async fn accept_kafka(&self) -> Result<()> {
+        let topics = self.config.tables.iter().map(|t| t.topic.clone()).collect();
+        let now = kafka::preflight(&self.config.kafka, topics).await?;
+        let partitions = now.topics.iter().map(|(name, facts)| (name.clone(), facts.partitions)).collect();
+        if self.args.dry_run {
+            println!("-- record Kafka cluster {} and partitions {partitions:?}", now.cluster);
+            return Ok(());
+        }
+        if read_slot(&self.sql.client, self.slot_name()).await?.is_some_and(|slot| slot.active_pid.is_some())
+        {
+            return Err(Error::mistake(format!(
+                "--accept-kafka: slot {} is in use: stop the worker first, it places keys by the recorded counts",
+                self.slot_name()
+            )));
+        }
+        position::record_kafka(&self.sql.client, self.slot_name(), &now.cluster, &partitions).await?;
+        let detail = json!({ "cluster": now.cluster, "partitions": partitions });
+        position::audit(&self.sql.client, self.slot_name(), "accept-kafka", &detail).await?;
+        println!("recorded Kafka cluster {} with {partitions:?}", now.cluster);
+        Ok(())
+    }
+}
+
+fn qualified(table: &TableConfig) -> String {
+    format!("{}.{}", escape_identifier(&table.schema), escape_identifier(&table.table))
+}
+
+fn check_table_kinds(now: &Descriptor) -> Result<()> {
+    let problem = now.tables.iter().find_map(|(name, table)| table.as_ref()?.unsuitable(name));
+    problem.map_or(Ok(()), |problem| Err(Error::mistake(problem)))
+}
+
+fn lock_command(tables: &[TableConfig]) -> String {
+    let names: Vec<String> = tables.iter().map(qualified).collect();
+    format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", names.join(", "))
+}
+
+async fn lock_tables(
+    client: &impl GenericClient,
+    tables: &[TableConfig],
+) -> Result<(), tokio_postgres::Error> {
+    // Below deadlock_timeout (1 s): writers queue behind a waiting lock no longer than that.
+    client.batch_execute(&format!("SET LOCAL lock_timeout = '800ms'; {}", lock_command(tables))).await
+}
+
+/// Names who holds the lock and waits a little; an error when it was no lock, or time is up.
+async fn blocked(
+    client: &Client,
+    tables: &[TableConfig],
+    deadline: Instant,
+    e: tokio_postgres::Error,
+) -> Result<()> {
+    if e.code() != Some(&SqlState::LOCK_NOT_AVAILABLE) {
+        return Err(sql_error("cannot lock the outbox table", e));
+    }
+    let (schemas, names) = table_parameters(tables);
+    let sql = "SELECT DISTINCT coalesce('PID ' || l.pid, 'a prepared transaction') || coalesce(' (' || a.usename || ', ' || a.state || ', open for '
+                 || date_trunc('second', clock_timestamp() - a.xact_start) || ')', '')
+               FROM unnest($1::text[], $2::text[]) AS w(schema, name)
+               JOIN pg_namespace n ON n.nspname = w.schema JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name
+               JOIN pg_locks l ON l.locktype = 'relation' AND l.relation = c.oid AND l.granted AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')
+               LEFT JOIN pg_stat_activity a ON a.pid = l.pid WHERE l.pid IS DISTINCT FROM pg_backend_pid()";
+    let rows =
+        client.query(sql, &[&schemas, &names]).await.map_err(|e| sql_error("cannot read pg_locks", e))?;
+    let holders: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
+    let holders = if holders.is_empty() { "a writer".to_owned() } else { holders.join(", ") };
+    if Instant::now() >= deadline {
+        return Err(Error::wait(format!(
+            "the outbox table could not be locked, {holders} holds it; nothing was changed"
+        )));
+    }
+    eprintln!("waiting for the outbox table, held by {holders}");
+    sleep(Duration::from_millis(500)).await;
+    Ok(())
+}
+
+async fn old_transactions(client: &Client) -> Result<String> {
+    let sql = "SELECT 'PID ' || pid || ' (' || coalesce(usename, '') || ', ' || coalesce(state, '') || ', open for '
+                      || date_trunc('second', clock_timestamp() - xact_start) || ')'
+               FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
+               UNION ALL
+               SELECT 'prepared transaction ' || quote_literal(gid) || ' (of ' || prepared || ')' FROM pg_prepared_xacts";
+    let rows = client.query(sql, &[]).await.map_err(|e| sql_error("cannot read pg_stat_activity", e))?;
+    Ok(rows.iter().map(|row| row.get::<_, String>(0)).collect::<Vec<_>>().join(", "))
+}
+
+/// Records the ids of the rows that the transaction sees; gives their number.
+async fn record_not_streamed(
+    client: &impl GenericClient,
+    slot: &str,
+    table: &TableConfig,
+    descriptor: &Descriptor,
+) -> Result<u64> {
+    let oid = descriptor
+        .table(&table.name())
+        .map(|t| t.oid)
+        .ok_or_else(|| Error::bug("the table is not described"))?;
+    let sql = "SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = $1 AND a.attname = ANY($2) AND NOT a.attisdropped
+               ORDER BY array_position($2, a.attname::text) LIMIT 1";
+    let failed = |e| sql_error("cannot record the rows that are never streamed", e);
+    let column = client.query_one(sql, &[&oid, &table.id.0]).await.map_err(failed)?;
+    let id = escape_identifier(column.get(0));
+    let insert = format!(
+        "INSERT INTO outbox_tailer.not_streamed (slot, table_oid, event_id)
+         SELECT $1, $2, {id}::text FROM {} WHERE {id} IS NOT NULL ON CONFLICT DO NOTHING",
+        qualified(table)
+    );
+    client.execute(&insert, &[&slot, &oid]).await.map_err(failed)
+}
+
+async fn store_descriptor(
+    client: &impl GenericClient,
+    slot: &str,
+    descriptor: &Descriptor,
+    action: &str,
+    detail: &serde_json::Value,
+) -> Result<()> {
+    let update = "UPDATE outbox_tailer.position SET descriptor = $2, updated_at = now() WHERE slot = $1";
+    client
+        .execute(update, &[&slot, &Json(descriptor)])
+        .await
+        .map_err(|e| sql_error("cannot record the new description", e))?;
+    position::audit(client, slot, action, detail).await
+}

@@ -1,0 +1,370 @@
+//! `run`: start check, session, and what follows from the end of each.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio_postgres::Client;
+
+use crate::config::{Config, TableConfig};
+use crate::descriptor::{Descriptor, Difference};
+use crate::error::{Error, Kind, Refusal, Result};
+use crate::kafka::{self, Preflight, Producer};
+use crate::position::{self, Keeper, publication_refusal};
+use crate::postgres::{self, Sql, sql_error};
+use crate::relay::outbox::Mapping;
+use crate::relay::router::{Limits, Route, Topic, TopicName};
+use crate::relay::{Relay, Table};
+use crate::session::{Outcome, Session};
+use crate::source;
+use crate::startcheck::{self, Facts, Held, Slot};
+
+const BACKOFF_MIN: Duration = Duration::from_millis(100);
+/// How often a refused worker looks whether an operator has decided something.
+const DECISION_POLL: Duration = Duration::from_secs(1);
+/// An unchanged reason for waiting is logged again after this.
+const REPEAT_REASON: Duration = Duration::from_secs(60);
+
+/// Runs the worker until `stop` becomes true.
+///
+/// # Errors
+/// A mistake found before the first session, or, with `exit_on_refusal`, a refusal.
+pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()> {
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        instance = config.worker.instance,
+        slot = config.postgres.slot,
+        publication = config.postgres.publication,
+        kafka = config.kafka.brokers,
+        "outbox-tailer starts"
+    );
+    let mut memory: Option<Held> = None;
+    let mut has_streamed = false;
+    let mut backoff = BACKOFF_MIN;
+    let mut told = Told::default();
+    while !*stop.borrow() {
+        let error = match attempt(config, &mut memory, &mut stop).await {
+            Ok(Attempt::Stopped) => return Ok(()),
+            Ok(Attempt::Ended(outcome)) => {
+                has_streamed = true;
+                if outcome.published > 0 {
+                    backoff = BACKOFF_MIN;
+                }
+                match outcome.result {
+                    Ok(()) => {
+                        if outcome.undelivered > 0 {
+                            tracing::warn!(
+                                undelivered = outcome.undelivered,
+                                "stopped before Kafka acknowledged everything; the rest follows at the next start"
+                            );
+                        }
+                        return Ok(());
+                    }
+                    Err(error) => error,
+                }
+            }
+            Err(error) => error,
+        };
+        match error.kind {
+            Kind::Mistake if !has_streamed => return Err(error),
+            Kind::Refusal(refusal) => {
+                if config.worker.exit_on_refusal {
+                    leave_word(config, refusal, &error).await;
+                    return Err(error);
+                }
+                refused(config, refusal, &error, &mut stop).await;
+                told = Told::default();
+                backoff = BACKOFF_MIN;
+            }
+            Kind::Mistake | Kind::Wait | Kind::Bug => {
+                told.waiting(&error.line(), backoff);
+                // Jitter, so that two workers do not knock in step.
+                let pause = backoff.mul_f64(0.5 + fastrand::f64() / 2.0);
+                backoff = (backoff * 2).min(config.worker.reconnect_max);
+                tokio::select! {
+                    _ = stop.changed() => {}
+                    () = tokio::time::sleep(pause) => {}
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+enum Attempt {
+    /// Asked to stop before the stream began.
+    Stopped,
+    Ended(Outcome),
+}
+
+async fn attempt(
+    config: &Config,
+    memory: &mut Option<Held>,
+    stop: &mut watch::Receiver<bool>,
+) -> Result<Attempt> {
+    let session = tokio::select! {
+        _ = stop.changed() => return Ok(Attempt::Stopped),
+        prepared = prepare(config, memory) => prepared?,
+    };
+    let outcome = session.run(stop).await;
+    if let Some(held) = memory {
+        held.lsn = outcome.persisted;
+    }
+    Ok(Attempt::Ended(outcome))
+}
+
+/// Everything between nothing and a running stream.
+async fn prepare<'a>(config: &'a Config, memory: &mut Option<Held>) -> Result<Session<'a>> {
+    let sql = postgres::connect(&config.postgres).await?;
+    let topics: Vec<String> = config.tables.iter().map(|t| t.topic.clone()).collect();
+    let slot_name = &config.postgres.slot;
+
+    // C before P: whatever is confirmed was persisted before.
+    let slot = read_slot(&sql.client, slot_name).await?;
+    let row = position::read(&sql.client, slot_name).await?;
+    let mut replication = source::Session::connect(&config.postgres, &sql.endpoint).await?;
+    let system = replication.identify_system().await?;
+    let history = replication.timeline_history(system.timeline).await?;
+    let start = startcheck::judge(&Facts {
+        slot_name,
+        database: &database(&sql.client).await?,
+        system: &system,
+        history: &history,
+        slot: slot.as_ref(),
+        row: row.as_ref().map(|r| (r.system_identifier.as_str(), r.timeline, r.confirmed)),
+        held: memory.as_ref(),
+    })?;
+    let row = row.ok_or_else(|| Error::bug("the start check passed without a position row"))?;
+    if let Some((from, to)) = start.phantom {
+        tracing::error!(
+            phantom_from = %from,
+            phantom_to = %to,
+            "the promoted standby had not received WAL that was published already: events in ({from}, {to}] are in Kafka and no longer in the database"
+        );
+    }
+    let accepted = check_publication(&sql, config, row.descriptor.clone(), &row.publication).await?;
+    check_columns(&sql.client, &config.tables).await?;
+
+    let kafka = kafka::preflight(&config.kafka, topics).await?;
+    let placement = kafka::check_placement(row.kafka_cluster.as_deref(), &row.partitions, &kafka)?;
+    if row.kafka_cluster.is_none() || placement.iter().any(|(topic, n)| row.partitions.get(topic) != Some(n))
+    {
+        position::record_kafka(&sql.client, slot_name, &kafka.cluster, &placement).await?;
+    }
+    let producer = Producer::new(&config.kafka, &config.worker, &kafka.topics)?;
+    let tables = tables(config, &accepted, &kafka, &placement, producer.max_message_bytes)?;
+    let relay = Relay::new(tables, position::skips(&sql.client, slot_name).await?);
+
+    let sender_timeout = replication.wal_sender_timeout().await?;
+    let stream = replication.start(slot_name, &config.postgres.publication, start.from).await?;
+    // The slot is ours now. Whoever had it before can move the position no more.
+    let (epoch, confirmed) = position::take(&sql.client, config, &row, system.timeline).await?;
+    *memory = Some(Held { system_identifier: system.identifier, timeline: system.timeline, lsn: confirmed });
+    let host = sql.endpoint.to_string();
+    let keeper = Keeper::start(sql, config, epoch, confirmed, accepted).await?;
+    tracing::info!(ready = true, host, position = %confirmed, epoch, timeline = system.timeline, "streaming");
+    Ok(Session {
+        worker: &config.worker,
+        window_events: kafka::window_events(&config.kafka, &config.worker),
+        relay,
+        producer,
+        keeper,
+        stream,
+        persisted: confirmed,
+        // Well below half of the time after which the server ends a silent connection.
+        status_interval: sender_timeout.map_or(STATUS_INTERVAL_MAX, |t| (t / 4).min(STATUS_INTERVAL_MAX)),
+        silence_timeout: config.postgres.silence_timeout,
+    })
+}
+
+const STATUS_INTERVAL_MAX: Duration = Duration::from_secs(10);
+
+async fn database(client: &Client) -> Result<String> {
+    let row = client.query_one("SELECT current_database()::text", &[]).await;
+    Ok(row.map_err(|e| sql_error("cannot read the database's name", e))?.get(0))
+}
+
+/// The slot's row; reads columns by name, so that it works on all versions.
+///
+/// # Errors
+/// By SQLSTATE.
+pub async fn read_slot(client: &Client, slot: &str) -> Result<Option<Slot>> {
+    let sql = "SELECT plugin::text, slot_type, database::text, temporary, two_phase, active_pid, wal_status,
+                      to_jsonb(s)->>'invalidation_reason', confirmed_flush_lsn
+               FROM pg_replication_slots s WHERE slot_name = $1";
+    let row = client.query_opt(sql, &[&slot]).await.map_err(|e| sql_error("cannot read the slot", e))?;
+    Ok(row.map(|row| Slot {
+        plugin: row.get(0),
+        slot_type: row.get(1),
+        database: row.get(2),
+        temporary: row.get(3),
+        two_phase: row.get(4),
+        active_pid: row.get(5),
+        wal_status: row.get(6),
+        invalidation_reason: row.get(7),
+        confirmed: row.get(8),
+    }))
+}
+
+async fn check_publication(
+    sql: &Sql,
+    config: &Config,
+    mut accepted: Descriptor,
+    recorded: &str,
+) -> Result<Descriptor> {
+    let publication = &config.postgres.publication;
+    if recorded != publication {
+        return Err(Error::mistake(format!(
+            "postgres.publication is {publication}, slot {} was set up with {recorded}",
+            config.postgres.slot
+        )));
+    }
+    let now = position::describe(&sql.client, config).await?;
+    match accepted.difference(&now, publication) {
+        Difference::Changed(what) => return Err(publication_refusal(&what)),
+        Difference::NewLeaves(leaves) => {
+            let failed = |e| sql_error("cannot record the new partitions", e);
+            position::accept_leaves(&sql.client, &config.postgres.slot, &leaves).await.map_err(failed)?;
+            accepted.leaves.extend(leaves);
+        }
+        Difference::None => {}
+    }
+    if let Some(excess) = now.excess() {
+        tracing::warn!(publication, "{excess}; what is not needed is ignored and counted");
+    }
+    Ok(accepted)
+}
+
+/// Every configured column must be there, and have a type whose text can be published.
+///
+/// # Errors
+/// A mistake that names table and column.
+pub async fn check_columns(client: &Client, tables: &[TableConfig]) -> Result<()> {
+    let sql = "WITH RECURSIVE base AS (
+                 SELECT a.attname::text AS name, a.atttypid AS type FROM pg_attribute a
+                 JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+                 WHERE n.nspname = $1 AND c.relname = $2 AND a.attnum > 0 AND NOT a.attisdropped
+                 UNION ALL
+                 SELECT base.name, t.typbasetype FROM base JOIN pg_type t ON t.oid = base.type AND t.typtype = 'd')
+               SELECT base.name, format_type(t.oid, NULL) FROM base JOIN pg_type t ON t.oid = base.type AND t.typtype <> 'd'";
+    for table in tables {
+        let rows = client
+            .query(sql, &[&table.schema, &table.table])
+            .await
+            .map_err(|e| sql_error("cannot read the columns", e))?;
+        let types: BTreeMap<String, String> = rows.iter().map(|row| (row.get(0), row.get(1))).collect();
+        if types.is_empty() {
+            return Err(Error::mistake(format!("table {} does not exist", table.name())));
+        }
+        for column in table.columns() {
+            let Some(found) = column.0.iter().find(|name| types.contains_key(*name)) else {
+                let known: Vec<&str> = types.keys().map(String::as_str).collect();
+                return Err(Error::mistake(format!(
+                    "table {} has no column {column} (it has {})",
+                    table.name(),
+                    known.join(", ")
+                )));
+            };
+            if types[found] == "bytea" {
+                return Err(Error::mistake(format!(
+                    "column {found:?} of table {} is bytea, which cannot be published yet; text, numbers, uuid, json and jsonb can",
+                    table.name()
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Binds the configured tables to what the publication holds and to their topics.
+fn tables(
+    config: &Config,
+    accepted: &Descriptor,
+    kafka: &Preflight,
+    placement: &BTreeMap<String, i32>,
+    client_limit_bytes: usize,
+) -> Result<Vec<Table>> {
+    let bind = |table: &TableConfig| {
+        let oid = accepted.table(&table.name())?.oid;
+        let topic = TopicName {
+            name: table.topic.clone(),
+            partitions: *placement.get(&table.topic)?,
+            limits: Limits {
+                topic: kafka.topics.get(&table.topic)?.max_message_bytes,
+                client: client_limit_bytes,
+                compressed: config.kafka.compresses(),
+            },
+        };
+        Some(Table {
+            mapping: Mapping {
+                schema: table.schema.clone(),
+                table: table.table.clone(),
+                oid,
+                id: table.id.clone(),
+                key: table.key.clone(),
+                payload: table.payload.clone(),
+                headers: table.headers.clone(),
+            },
+            route: Route { topic: Topic::Fixed(topic), timestamp: table.timestamp },
+        })
+    };
+    let missing = |table: &TableConfig| Error::bug(format!("table {} is not described", table.name()));
+    config.tables.iter().map(|table| bind(table).ok_or_else(|| missing(table))).collect()
+}
+
+/// Stays up and not ready until an operator's command has left a new audit record.
+async fn refused(config: &Config, refusal: Refusal, error: &Error, stop: &mut watch::Receiver<bool>) {
+    tracing::error!(ready = false, refusal = refusal.name(), detail = %error.detail, "refused: {}", error.line());
+    let mut seen = None;
+    let mut told = false;
+    while !*stop.borrow() {
+        match decision(config, refusal, error, &mut told).await {
+            Ok(last) if seen.is_some_and(|seen| seen != last) => {
+                tracing::info!("an operator has decided; checking again");
+                return;
+            }
+            Ok(last) => seen = Some(last),
+            Err(e) => tracing::debug!("cannot look for an operator's decision: {}", e.line()),
+        }
+        tokio::select! {
+            _ = stop.changed() => {}
+            () = tokio::time::sleep(DECISION_POLL) => {}
+        }
+    }
+}
+
+async fn decision(config: &Config, refusal: Refusal, error: &Error, told: &mut bool) -> Result<i64> {
+    let sql = postgres::connect(&config.postgres).await?;
+    let last = position::last_decision(&sql.client, &config.postgres.slot).await?;
+    if !*told {
+        let record = position::refusal_record(refusal, error);
+        position::record_refusal(&sql.client, &config.postgres.slot, &record).await?;
+        *told = true;
+    }
+    Ok(last)
+}
+
+/// Records the refusal for the operator's commands; the log has it anyway.
+async fn leave_word(config: &Config, refusal: Refusal, error: &Error) {
+    if let Err(e) = decision(config, refusal, error, &mut false).await {
+        tracing::warn!("cannot record the refusal: {}", e.line());
+    }
+}
+
+/// Logs why the worker waits: at once when the reason changes, else once a minute.
+#[derive(Default)]
+struct Told {
+    reason: String,
+    at: Option<std::time::Instant>,
+}
+
+impl Told {
+    fn waiting(&mut self, reason: &str, retry_in: Duration) {
+        let repeated = self.reason == reason && self.at.is_some_and(|at| at.elapsed() < REPEAT_REASON);
+        if !repeated {
+            tracing::warn!(ready = false, retry_ms = retry_in.as_millis(), "waiting: {reason}");
+            self.reason = reason.to_owned();
+            self.at = Some(std::time::Instant::now());
+        }
+    }
+}

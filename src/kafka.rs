@@ -1,0 +1,446 @@
+//! The idempotent producer, its delivery reports, and what is asked of the brokers before a start.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use rdkafka::admin::{AdminClient, AdminOptions, ConfigResource, ResourceSpecifier};
+use rdkafka::client::{Client, DefaultClientContext};
+use rdkafka::config::{ClientConfig, RDKafkaLogLevel};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
+use rdkafka::producer::{
+    BaseRecord, DeliveryResult, Producer as _, ProducerContext, PurgeConfig, ThreadedProducer,
+};
+use rdkafka::{ClientContext, Statistics};
+use tokio::sync::Notify;
+
+use crate::config::{Kafka, Worker};
+use crate::error::{Error, Kind, Refusal, Result};
+use crate::relay::progress::Seq;
+use crate::relay::router::{ID_HEADER, Record};
+
+/// How long one question to the brokers may take.
+const ASK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// One session's producer. After a failed delivery it is dropped with everything in it and a new
+/// one starts from the persisted position: a message is never sent again alone.
+pub struct Producer {
+    inner: ThreadedProducer<Reports>,
+    reports: Arc<Queue>,
+    /// librdkafka's `message.max.bytes` in force.
+    pub max_message_bytes: usize,
+}
+
+/// The window that fits librdkafka's queue: half of it, so that the queue is never full for long.
+pub fn window_events(kafka: &Kafka, worker: &Worker) -> usize {
+    let queue = kafka.properties.get("queue.buffering.max.messages").and_then(|n| n.parse::<usize>().ok());
+    queue.map_or(worker.window_events, |queue| worker.window_events.min(queue / 2).max(1))
+}
+
+/// What the broker has said of one event.
+#[derive(Debug)]
+pub enum Report {
+    Acked(Seq),
+    Failed { seq: Seq, why: DeliveryError },
+}
+
+#[derive(Debug)]
+pub enum DeliveryError {
+    /// The broker takes no record of this size (or the event cannot be valid for it).
+    Rejected { event_id: String, key: Option<String>, bytes: usize, reason: String },
+    /// Anything that a new producer may get past.
+    Other(String),
+}
+
+#[derive(Debug)]
+pub enum SendError {
+    /// librdkafka's queue is full for a moment; the same record must be sent again.
+    QueueFull,
+    /// Larger than librdkafka's `message.max.bytes`.
+    TooLarge,
+    Other(String),
+}
+
+/// Reports cross from librdkafka's poll thread to the session here.
+#[derive(Default)]
+struct Queue {
+    reports: Mutex<Vec<Report>>,
+    ready: Notify,
+}
+
+struct Reports(Arc<Queue>);
+
+impl ClientContext for Reports {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
+        log(level, facility, message);
+    }
+
+    fn stats(&self, _: Statistics) {}
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        tracing::warn!(%error, reason, "Kafka");
+    }
+}
+
+impl ProducerContext for Reports {
+    type DeliveryOpaque = usize;
+
+    fn delivery(&self, result: &DeliveryResult<'_>, seq: usize) {
+        let seq = seq as Seq;
+        let report = match result {
+            Ok(_) => Report::Acked(seq),
+            Err((error, message)) => Report::Failed { seq, why: delivery_error(error, message) },
+        };
+        let mut reports = self.0.reports.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        reports.push(report);
+        if reports.len() == 1 {
+            self.0.ready.notify_one();
+        }
+    }
+}
+
+fn delivery_error(error: &KafkaError, message: &impl Message) -> DeliveryError {
+    use RDKafkaErrorCode::{InvalidRecord, InvalidTimestamp, MessageSizeTooLarge};
+    match error.rdkafka_error_code() {
+        Some(code @ (MessageSizeTooLarge | InvalidRecord | InvalidTimestamp)) => {
+            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+            let id = message.headers().and_then(|h| h.iter().find(|h| h.key == ID_HEADER)?.value.map(text));
+            DeliveryError::Rejected {
+                event_id: id.unwrap_or_default(),
+                key: message.key().map(text),
+                bytes: message.payload().map_or(0, <[u8]>::len) + message.key().map_or(0, <[u8]>::len),
+                reason: code.to_string(),
+            }
+        }
+        _ => DeliveryError::Other(error.to_string()),
+    }
+}
+
+impl Producer {
+    /// Builds the producer; it connects by itself.
+    ///
+    /// # Errors
+    /// A mistake when librdkafka refuses a property or its value.
+    pub fn new(kafka: &Kafka, worker: &Worker, topics: &BTreeMap<String, TopicFacts>) -> Result<Self> {
+        let mut config = client_config(kafka)?;
+        let smallest_limit = topics.values().filter_map(|t| t.max_message_bytes).min();
+        let largest_limit = topics.values().filter_map(|t| t.max_message_bytes).max();
+        defaults(&mut config, worker, smallest_limit, largest_limit);
+        for (name, value) in &kafka.properties {
+            config.set(name, value);
+        }
+        if let (Some(limit), Some(given)) = (smallest_limit, kafka.properties.get("batch.size"))
+            && given.parse::<usize>().is_ok_and(|given| given > limit)
+        {
+            config.set("batch.size", limit.to_string()); // a batch over the limit fails as a whole
+        }
+        fixed(&mut config);
+        let reports = Arc::new(Queue::default());
+        let inner = config.create_with_context(Reports(Arc::clone(&reports))).map_err(property_error)?;
+        let max_message_bytes =
+            config.get("message.max.bytes").and_then(|n| n.parse().ok()).unwrap_or(1_000_000);
+        Ok(Producer { inner, reports, max_message_bytes })
+    }
+
+    /// Hands a record to librdkafka, which copies it.
+    ///
+    /// # Errors
+    /// See [`SendError`].
+    pub fn send(&self, seq: Seq, record: &Record<'_>) -> Result<(), SendError> {
+        let mut headers = OwnedHeaders::new_with_capacity(record.headers.len());
+        for (key, value) in &record.headers {
+            headers = headers.insert(Header { key, value: *value });
+        }
+        let mut base = BaseRecord::<[u8], [u8], usize>::with_opaque_to(record.topic, seq as usize)
+            .partition(record.partition)
+            .key(record.key)
+            .headers(headers);
+        if let Some(value) = record.value {
+            base = base.payload(value);
+        }
+        if let Some(timestamp) = record.timestamp_ms {
+            base = base.timestamp(timestamp);
+        }
+        self.inner.send(base).map_err(|(error, _)| match error.rdkafka_error_code() {
+            Some(RDKafkaErrorCode::QueueFull) => SendError::QueueFull,
+            Some(RDKafkaErrorCode::MessageSizeTooLarge) => SendError::TooLarge,
+            _ => SendError::Other(match self.inner.client().fatal_error() {
+                Some((code, reason)) => format!("{code}: {reason}"),
+                None => error.to_string(),
+            }),
+        })
+    }
+
+    /// Waits until there are reports; cancel-safe.
+    pub async fn reported(&self) {
+        self.reports.ready.notified().await;
+    }
+
+    /// Takes all reports that are there, in the order in which they came.
+    pub fn take_reports(&self, into: &mut Vec<Report>) {
+        let mut reports = self.reports.reports.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        into.append(&mut reports);
+    }
+
+    /// Stops sending: drops what is queued and forgets what is in flight.
+    pub fn purge(&self) {
+        self.inner.purge(PurgeConfig::default().queue().inflight());
+    }
+}
+
+fn client_config(kafka: &Kafka) -> Result<ClientConfig> {
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", &kafka.brokers).set("client.id", "outbox-tailer");
+    config.set("socket.keepalive.enable", "true").set("allow.auto.create.topics", "false");
+    // Reconnect quickly at first, so that a broker's restart costs little.
+    config.set("reconnect.backoff.ms", "50").set("reconnect.backoff.max.ms", "2000");
+    if let Some(password) = kafka.sasl_password()? {
+        config.set("sasl.password", password.reveal());
+    }
+    config.set_log_level(RDKafkaLogLevel::Warning);
+    Ok(config)
+}
+
+/// What the operator may change.
+fn defaults(
+    config: &mut ClientConfig,
+    worker: &Worker,
+    smallest_limit: Option<usize>,
+    largest_limit: Option<usize>,
+) {
+    let largest = largest_limit.unwrap_or(1_000_000).max(1_000_000);
+    config
+        .set("linger.ms", "0")
+        // Room for the key and headers beside the value that the broker's limit is about.
+        .set("message.max.bytes", (largest + 4096).min(1_000_000_000).to_string())
+        .set("batch.size", smallest_limit.unwrap_or(1_000_000).min(1_000_000).to_string())
+        // The window bounds what is in flight; reports may lag behind it.
+        .set(
+            "queue.buffering.max.messages",
+            worker.window_events.saturating_mul(2).clamp(1000, 2_000_000).to_string(),
+        )
+        .set(
+            "queue.buffering.max.kbytes",
+            (worker.window_bytes / 1024 * 2 + 1_048_576).min(2_097_151).to_string(),
+        )
+        .set("max.in.flight.requests.per.connection", "5");
+}
+
+/// What the promise rests on (librdkafka, CONFIGURATION.md).
+fn fixed(config: &mut ClientConfig) {
+    config
+        .set("acks", "all")
+        .set("enable.idempotence", "true")
+        // Without it librdkafka goes on after a permanent failure, and a replay inverts a key.
+        .set("enable.gapless.guarantee", "true")
+        // Never give a message up because of time: the stream waits, and says so.
+        .set("message.timeout.ms", "0");
+}
+
+/// What the brokers say about a topic.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TopicFacts {
+    pub partitions: i32,
+    /// `max.message.bytes`; `None` where its configuration may not be read.
+    pub max_message_bytes: Option<usize>,
+}
+
+#[derive(Debug)]
+pub struct Preflight {
+    pub cluster: String,
+    pub topics: BTreeMap<String, TopicFacts>,
+}
+
+/// Asks the brokers for the cluster id and the topics.
+///
+/// # Errors
+/// A wait when no broker answers, a topic is missing or may not be seen; a mistake for a property
+/// that librdkafka refuses.
+pub async fn preflight(kafka: &Kafka, topics: Vec<String>) -> Result<Preflight> {
+    let mut config = client_config(kafka)?;
+    for (name, value) in &kafka.properties {
+        config.set(name, value);
+    }
+    let said = Arc::new(Mutex::new(String::new()));
+    let context = Said(Arc::clone(&said));
+    let brokers = kafka.brokers.clone();
+    let names = topics.clone();
+    // librdkafka's metadata calls block.
+    let asked = tokio::task::spawn_blocking(move || {
+        let admin: AdminClient<Said> = config.create_with_context(context).map_err(property_error)?;
+        ask(admin.inner(), &brokers, &names, &said).map(|answer| (admin, answer))
+    });
+    let (admin, (cluster, partitions)) =
+        asked.await.map_err(|e| Error::bug("the Kafka preflight").because(e))??;
+    let limits = describe(&admin, &topics).await;
+    let topics = partitions
+        .into_iter()
+        .map(|(name, partitions)| {
+            let max_message_bytes = limits.get(&name).copied();
+            (name, TopicFacts { partitions, max_message_bytes })
+        })
+        .collect();
+    // Destroying the client waits for its threads.
+    tokio::task::spawn_blocking(move || drop(admin));
+    Ok(Preflight { cluster, topics })
+}
+
+fn ask(
+    client: &Client<Said>,
+    brokers: &str,
+    topics: &[String],
+    said: &Mutex<String>,
+) -> Result<(String, BTreeMap<String, i32>)> {
+    let unreachable = |what: &str, e: KafkaError| {
+        let said = said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let detail = if said.is_empty() { String::new() } else { format!(" ({said})") };
+        Error::wait(format!("no answer from Kafka at {brokers}, {what}{detail}")).because(e)
+    };
+    let mut partitions = BTreeMap::new();
+    for topic in topics {
+        let metadata = client
+            .fetch_metadata(Some(topic), ASK_TIMEOUT)
+            .map_err(|e| unreachable("asked for its topics", e))?;
+        let found = metadata.topics().iter().find(|t| t.name() == topic);
+        let error = found.and_then(|t| t.error()).map(RDKafkaErrorCode::from);
+        match (found, error) {
+            (Some(found), None) if !found.partitions().is_empty() => {
+                let count = i32::try_from(found.partitions().len()).unwrap_or(i32::MAX);
+                partitions.insert(topic.clone(), count);
+            }
+            (_, Some(RDKafkaErrorCode::TopicAuthorizationFailed)) => {
+                return Err(Error::wait(format!(
+                    "Kafka does not let this user see topic {topic} (Describe and Write are needed)"
+                )));
+            }
+            (_, Some(error)) if error != RDKafkaErrorCode::UnknownTopicOrPartition => {
+                return Err(Error::wait(format!("topic {topic}: {error}")));
+            }
+            _ => {
+                return Err(Error::wait(format!(
+                    "topic {topic} does not exist on Kafka at {brokers}; create it, it is not created here"
+                )));
+            }
+        }
+    }
+    let cluster = client
+        .fetch_cluster_id(ASK_TIMEOUT)
+        .ok_or_else(|| Error::wait("Kafka does not tell its cluster id"))?;
+    Ok((cluster, partitions))
+}
+
+/// `max.message.bytes` of each topic; describing configurations may be denied, then it is unknown.
+async fn describe(admin: &AdminClient<Said>, topics: &[String]) -> BTreeMap<String, usize> {
+    let resources: Vec<ResourceSpecifier<'_>> = topics.iter().map(|t| ResourceSpecifier::Topic(t)).collect();
+    let options = AdminOptions::new().request_timeout(Some(ASK_TIMEOUT));
+    let described = admin.describe_configs(&resources, &options).await;
+    let mut limits = BTreeMap::new();
+    let limit = |resource: &ConfigResource| resource.get("max.message.bytes")?.value.as_ref()?.parse().ok();
+    let results = described.unwrap_or_else(|e| {
+        tracing::warn!(error = %e, "cannot read the topics' size limits");
+        Vec::new()
+    });
+    for (topic, result) in topics.iter().zip(results) {
+        match result {
+            Ok(resource) => drop(limit(&resource).map(|limit| limits.insert(topic.clone(), limit))),
+            Err(e) => tracing::warn!(topic, error = %e, "cannot read the topic's size limit"),
+        }
+    }
+    limits
+}
+
+fn property_error(e: KafkaError) -> Error {
+    let text = match &e {
+        KafkaError::ClientConfig(_, reason, name, value) if name != "sasl.password" => {
+            format!("kafka.properties: {name} = {value}: {}", reason.trim())
+        }
+        KafkaError::ClientConfig(_, reason, name, _) => format!("kafka: {name}: {}", reason.trim()),
+        other => format!("kafka: {other}"),
+    };
+    Error::new(Kind::Mistake, text)
+}
+
+/// Remembers the last thing librdkafka said, for a message about why nobody answers.
+struct Said(Arc<Mutex<String>>);
+
+impl ClientContext for Said {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
+        tracing::debug!(?level, facility, message, "librdkafka");
+    }
+
+    fn error(&self, _: KafkaError, reason: &str) {
+        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = reason.to_owned();
+    }
+}
+
+fn log(level: RDKafkaLogLevel, facility: &str, message: &str) {
+    match level {
+        // It calls gapless "experimental" at every start.
+        _ if facility == "CONFWARN" => tracing::debug!(facility, message, "librdkafka"),
+        RDKafkaLogLevel::Debug | RDKafkaLogLevel::Info | RDKafkaLogLevel::Notice => {
+            tracing::debug!(facility, message, "librdkafka");
+        }
+        _ => tracing::warn!(facility, message, "librdkafka"),
+    }
+}
+
+/// What a changed cluster or topic means for the recorded placement of keys.
+///
+/// # Errors
+/// A refusal for another cluster or for a topic with fewer partitions than recorded.
+pub fn check_placement(
+    recorded_cluster: Option<&str>,
+    recorded: &BTreeMap<String, i32>,
+    now: &Preflight,
+) -> Result<BTreeMap<String, i32>> {
+    let clear = "run `outbox-tailer init --accept-kafka` if this is meant";
+    if let Some(cluster) = recorded_cluster
+        && cluster != now.cluster
+    {
+        return Err(Error::refusal(
+            Refusal::Kafka,
+            format!("this is Kafka cluster {}, the events went to {cluster}: {clear}", now.cluster),
+        ));
+    }
+    let mut placement = BTreeMap::new();
+    for (topic, facts) in &now.topics {
+        let partitions = match recorded.get(topic) {
+            Some(&recorded) if recorded > facts.partitions => {
+                return Err(Error::refusal(
+                    Refusal::Kafka,
+                    format!(
+                        "topic {topic} has {} partitions, keys are placed over {recorded} (was it made anew?): {clear}",
+                        facts.partitions
+                    ),
+                ));
+            }
+            Some(&recorded) => {
+                if recorded < facts.partitions {
+                    tracing::warn!(
+                        topic,
+                        partitions = facts.partitions,
+                        recorded,
+                        "the topic has grown; keys stay where they are, over the recorded count"
+                    );
+                }
+                recorded
+            }
+            None => facts.partitions,
+        };
+        placement.insert(topic.clone(), partitions);
+    }
+    Ok(placement)
+}
+
+/// For commands and the demo: an admin client with the operator's settings.
+///
+/// # Errors
+/// A mistake for a property that librdkafka refuses.
+pub fn admin(kafka: &Kafka) -> Result<AdminClient<DefaultClientContext>> {
+    let mut config = client_config(kafka)?;
+    for (name, value) in &kafka.properties {
+        config.set(name, value);
+    }
+    config.create().map_err(property_error)
+}

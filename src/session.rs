@@ -1,0 +1,400 @@
+//! One `START_REPLICATION` lifetime: the only `select!`.
+//!
+//! ```text
+//! stream ─▶ relay ─▶ producer            order of truth:
+//!   ▲                   │ reports          broker acknowledged
+//!   │ status            ▼                  → position row committed (keeper)
+//!   └──── persisted ◀─ keeper ◀─ relay     → slot told (status)
+//! ```
+//!
+//! The session owns relay, producer, keeper and stream: when it ends, everything in flight ends
+//! with it, and the next one starts from the persisted position.
+
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+
+use crate::config::Worker;
+use crate::error::{Error, Kind, Refusal, Result};
+use crate::kafka::{DeliveryError, Producer, Report, SendError};
+use crate::position::{Keeper, Moved, publication_refusal};
+use crate::relay::progress::Seq;
+use crate::relay::router::{ID_HEADER, Record, Unpublishable};
+use crate::relay::{Input, Lsn, Output, Poison, Relay, RelayError};
+use crate::source::{Received, Stream};
+
+/// Foreign WAL below this is not worth a position write.
+const IDLE_ADVANCE_BYTES: u64 = 64 << 10;
+/// The same status is not sent more often: a server that shuts down asks in a tight loop.
+const REPEAT_STATUS: Duration = Duration::from_millis(50);
+/// Without an acknowledgement for so long the log says that Kafka is stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(15);
+/// Between two attempts to persist before the session ends.
+const LAST_WRITES: Duration = Duration::from_millis(20);
+const QUEUE_FULL_TIMEOUT: Duration = Duration::from_secs(5);
+
+pub struct Session<'a> {
+    pub worker: &'a Worker,
+    pub window_events: usize,
+    pub relay: Relay,
+    pub producer: Producer,
+    pub keeper: Keeper,
+    pub stream: Stream,
+    /// The persisted position; the slot is never told more.
+    pub persisted: Lsn,
+    pub status_interval: Duration,
+    pub silence_timeout: Duration,
+}
+
+/// What a session leaves behind.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The last position that was committed.
+    pub persisted: Lsn,
+    /// `Ok` after a graceful stop.
+    pub result: Result<()>,
+    pub published: u64,
+    pub undelivered: usize,
+}
+
+struct State {
+    received: Lsn,
+    published: u64,
+    acked: u64,
+    writing: bool,
+    last_write: Instant,
+    last_status: (Instant, Lsn),
+    status_due: bool,
+    last_heard: Instant,
+    last_ack: Instant,
+    stuck: bool,
+    /// Set once the session is to end after what is in flight.
+    ending: Option<Ending>,
+}
+
+struct Ending {
+    deadline: Instant,
+    why: Result<()>,
+}
+
+impl Session<'_> {
+    /// Runs until the stream fails, an event cannot be published, or `stop` becomes true.
+    pub async fn run(mut self, stop: &mut watch::Receiver<bool>) -> Outcome {
+        let now = Instant::now();
+        let mut state = State {
+            received: self.persisted,
+            published: 0,
+            acked: 0,
+            writing: false,
+            last_write: now,
+            last_status: (now, Lsn::from(0)),
+            status_due: true,
+            last_heard: now,
+            last_ack: now,
+            stuck: false,
+            ending: None,
+        };
+        let result = self.serve(&mut state, stop).await;
+        let undelivered = self.relay.in_flight_events();
+        if result.is_err() || undelivered > 0 {
+            self.producer.purge();
+        }
+        self.stream.finish().await;
+        let ignored = self.relay.ignored();
+        tracing::info!(
+            published = state.published,
+            acknowledged = state.acked,
+            undelivered,
+            position = %self.persisted,
+            ignored_updates = ignored.updates,
+            ignored_deletes = ignored.deletes,
+            ignored_truncates = ignored.truncates,
+            ignored_other_tables = ignored.other_tables,
+            skipped = ignored.skipped,
+            "session ended"
+        );
+        Outcome { persisted: self.persisted, result, published: state.published, undelivered }
+    }
+
+    async fn serve(&mut self, state: &mut State, stop: &mut watch::Receiver<bool>) -> Result<()> {
+        let mut ticks = interval(self.status_interval.min(Duration::from_secs(1)));
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut reports = Vec::new();
+        loop {
+            if state.ending.is_none()
+                && let Err(error) = self.publish_buffered(state).await
+            {
+                // What is in flight before a refused event may still be delivered and confirmed.
+                match error.kind {
+                    Kind::Refusal(_) => self.end(state, Err(error)),
+                    _ => return Err(error),
+                }
+            }
+            let write_at = self.request_write(state).await?;
+            if state.status_due {
+                self.status(state, false).await?;
+            }
+            if let Some(ending) = &mut state.ending {
+                let drained = self.relay.in_flight_events() == 0 && !state.writing && self.is_persisted();
+                if drained || Instant::now() >= ending.deadline {
+                    let why = std::mem::replace(&mut ending.why, Ok(()));
+                    self.status(state, false).await?;
+                    return why;
+                }
+            }
+            let reading = state.ending.is_none() && self.has_room();
+            if !reading {
+                state.last_heard = Instant::now(); // silence of our own making
+            }
+            tokio::select! {
+                biased;
+                _ = stop.changed(), if state.ending.is_none() => {
+                    tracing::info!(in_flight = self.relay.in_flight_events(), "stopping: waiting for what is in flight");
+                    self.end(state, Ok(()));
+                }
+                result = self.keeper.results.recv() => {
+                    let result = result.unwrap_or_else(|| Err(Error::bug("the position task ended without a word")))?;
+                    state.writing = false;
+                    state.last_write = Instant::now();
+                    match result {
+                        Moved::To(lsn) => {
+                            self.persisted = lsn;
+                            state.status_due = true;
+                        }
+                        Moved::Busy(why) => tracing::warn!(position = %self.persisted, "the position does not move: {why}"),
+                    }
+                }
+                () = self.producer.reported() => {
+                    self.producer.take_reports(&mut reports);
+                    state.last_ack = Instant::now();
+                    for report in reports.drain(..) {
+                        self.report(state, report)?;
+                    }
+                    if state.stuck {
+                        state.stuck = false;
+                        tracing::info!(ready = true, "Kafka acknowledges again");
+                    }
+                }
+                _ = ticks.tick() => self.tick(state).await?,
+                () = sleep_until(write_at.unwrap_or_else(Instant::now)), if write_at.is_some() => {}
+                filled = self.stream.fill(), if reading => {
+                    filled?;
+                    state.last_heard = Instant::now();
+                }
+            }
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        self.relay.in_flight_events() < self.window_events
+            && self.relay.in_flight_bytes() < self.worker.window_bytes
+    }
+
+    /// Stops reading; what is in flight gets until the deadline.
+    fn end(&self, state: &mut State, why: Result<()>) {
+        state.ending = Some(Ending { deadline: Instant::now() + self.worker.shutdown_timeout, why });
+    }
+
+    /// Decodes what is in the buffer and hands it to the producer, as far as the window allows.
+    async fn publish_buffered(&mut self, state: &mut State) -> Result<()> {
+        while self.has_room() {
+            let Some(received) = self.stream.take()? else { return Ok(()) };
+            match received {
+                Received::Wal(data) => {
+                    let Some(output) = self.relay.handle(Input::Wal(&data)).map_err(stopped)? else {
+                        continue;
+                    };
+                    match output {
+                        Output::Publish { seq, record } => {
+                            match hand_over(&self.producer, seq, &record).await {
+                                Ok(()) => {
+                                    state.published += 1;
+                                    if self.relay.in_flight_events() == 1 {
+                                        state.last_ack = Instant::now();
+                                    }
+                                }
+                                Err(Refused::Producer(error)) => return Err(error),
+                                Err(Refused::TooLarge { event_id, key, bytes }) => {
+                                    let reason = "larger than message.max.bytes".to_owned();
+                                    let why = Unpublishable::Rejected { bytes, reason };
+                                    return Err(self.poison(seq, &event_id, Some(key), why));
+                                }
+                            }
+                        }
+                        Output::Skipped(place) => {
+                            tracing::warn!(%place, "event skipped, as an operator decided");
+                        }
+                    }
+                }
+                Received::Keepalive { wal_end, reply_requested } => {
+                    state.received = state.received.max(wal_end);
+                    self.relay.handle(Input::Keepalive { wal_end }).map_err(stopped)?;
+                    state.status_due |= reply_requested;
+                }
+                Received::Notice { warning: true, text } if text.contains("publication") => {
+                    return Err(publication_refusal(&format!("the server skips rows: {text}")));
+                }
+                Received::Notice { text, .. } => tracing::warn!("PostgreSQL says: {text}"),
+            }
+        }
+        Ok(())
+    }
+
+    fn report(&mut self, state: &mut State, report: Report) -> Result<()> {
+        match report {
+            Report::Acked(seq) => {
+                self.relay.handle(Input::Acked(seq)).map_err(stopped)?;
+                state.acked += 1;
+                Ok(())
+            }
+            Report::Failed { seq, why } => {
+                self.relay.handle(Input::Failed(seq)).map_err(stopped)?;
+                Err(match why {
+                    DeliveryError::Rejected { event_id, key, bytes, reason } => {
+                        self.poison(seq, &event_id, key, Unpublishable::Rejected { bytes, reason })
+                    }
+                    DeliveryError::Other(why) => Error::wait(format!("Kafka did not take an event: {why}")),
+                })
+            }
+        }
+    }
+
+    fn poison(&self, seq: Seq, event_id: &str, key: Option<String>, why: Unpublishable) -> Error {
+        match self.relay.poison(seq, event_id, key, why) {
+            Some(poison) => stopped(RelayError::Poison(Box::new(poison))),
+            None => Error::bug(format!("a report for event {seq}, which is not in flight")),
+        }
+    }
+
+    fn is_persisted(&self) -> bool {
+        self.relay.confirmable().is_none_or(|p| p.lsn <= self.persisted)
+    }
+
+    /// Asks the keeper to move the position when there is something to move to and it is time; gives
+    /// the time at which to look again.
+    async fn request_write(&mut self, state: &mut State) -> Result<Option<Instant>> {
+        let Some(position) = self.relay.confirmable() else { return Ok(None) };
+        if state.writing || position.lsn <= self.persisted {
+            return Ok(None);
+        }
+        let ahead = u64::from(position.lsn) - u64::from(self.persisted);
+        let due = if state.ending.is_some() {
+            state.last_write + self.worker.position_interval.min(LAST_WRITES)
+        } else if position.events_end > self.persisted {
+            state.last_write + self.worker.position_interval
+        } else if ahead >= IDLE_ADVANCE_BYTES {
+            state.last_write + self.worker.idle_interval
+        } else {
+            return Ok(None);
+        };
+        if Instant::now() < due {
+            return Ok(Some(due));
+        }
+        state.writing = true;
+        // The keeper is idle, so this does not wait; if it has ended, its result says why.
+        let _ = self.keeper.requests.send(position).await;
+        Ok(None)
+    }
+
+    async fn status(&mut self, state: &mut State, ask_reply: bool) -> Result<()> {
+        let now = Instant::now();
+        let (at, told) = state.last_status;
+        if told == self.persisted && now < at + REPEAT_STATUS && !ask_reply {
+            return Ok(()); // stays due
+        }
+        state.status_due = false;
+        state.last_status = (now, self.persisted);
+        self.stream.status(state.received, self.persisted, ask_reply).await
+    }
+
+    async fn tick(&mut self, state: &mut State) -> Result<()> {
+        let now = Instant::now();
+        let silent = now - state.last_heard;
+        if silent >= self.silence_timeout {
+            return Err(Error::wait(format!(
+                "PostgreSQL has said nothing for {} s, although asked",
+                silent.as_secs()
+            )));
+        }
+        let ask = silent >= self.silence_timeout / 2;
+        if ask || now >= state.last_status.0 + self.status_interval {
+            self.status(state, ask).await?;
+        }
+        let waits = self.relay.in_flight_events();
+        if waits > 0 && !state.stuck && now - state.last_ack >= STUCK_AFTER {
+            state.stuck = true;
+            tracing::warn!(
+                ready = false,
+                in_flight = waits,
+                "Kafka has acknowledged nothing for {} s; nothing is confirmed, WAL is kept",
+                STUCK_AFTER.as_secs()
+            );
+        }
+        Ok(())
+    }
+}
+
+enum Refused {
+    TooLarge { event_id: String, key: String, bytes: usize },
+    Producer(Error),
+}
+
+/// Gives one record to librdkafka. Its queue is twice the window, so it can be full only until it
+/// has freed what it has reported.
+async fn hand_over(producer: &Producer, seq: Seq, record: &Record<'_>) -> Result<(), Refused> {
+    let deadline = Instant::now() + QUEUE_FULL_TIMEOUT;
+    loop {
+        match producer.send(seq, record) {
+            Ok(()) => return Ok(()),
+            Err(SendError::QueueFull) if Instant::now() < deadline => {
+                tokio::time::sleep(Duration::from_millis(1)).await
+            }
+            Err(SendError::QueueFull) => {
+                return Err(Refused::Producer(Error::wait("librdkafka's queue stays full")));
+            }
+            Err(SendError::TooLarge) => {
+                let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+                let id =
+                    record.headers.iter().find(|(name, _)| *name == ID_HEADER).and_then(|(_, value)| *value);
+                let event_id = text(id.unwrap_or_default());
+                return Err(Refused::TooLarge {
+                    event_id,
+                    key: text(record.key),
+                    bytes: record.payload_bytes(),
+                });
+            }
+            Err(SendError::Other(why)) => {
+                return Err(Refused::Producer(Error::wait(format!("Kafka's producer gave up: {why}"))));
+            }
+        }
+    }
+}
+
+/// An error of the core, by what the operator can do about it.
+fn stopped(error: RelayError) -> Error {
+    let text = error.to_string();
+    match error {
+        RelayError::Decode { .. } | RelayError::Protocol(_) => Error::wait(text),
+        RelayError::Columns { .. } => Error::refusal(Refusal::Columns, text),
+        RelayError::Swapped { .. } => Error::refusal(Refusal::Publication, text),
+        RelayError::Poison(poison) => {
+            let text = format!(
+                "{text}; nothing after it is published; to go past it: outbox-tailer skip {}",
+                poison.event_id
+            );
+            Error::refusal(Refusal::Poison, text).with_detail(poison_detail(&poison))
+        }
+    }
+}
+
+fn poison_detail(poison: &Poison) -> serde_json::Value {
+    serde_json::json!({
+        "event_id": poison.event_id,
+        "table": poison.table,
+        "key": poison.key,
+        "commit_lsn": poison.place.commit_lsn.to_string(),
+        "ordinal": poison.place.ordinal,
+        "why": poison.why.to_string(),
+    })
+}
