@@ -1,0 +1,259 @@
+//! The topic as a plain consumer sees it, and the promise checked against what was committed.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::time::{Duration, Instant};
+
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::config::ClientConfig;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::message::{Headers, Message as _, Timestamp};
+use rdkafka::types::RDKafkaErrorCode;
+use rdkafka::{Offset, TopicPartitionList};
+
+/// One message, byte for byte.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Message {
+    pub partition: i32,
+    pub offset: i64,
+    pub key: Option<Vec<u8>>,
+    pub value: Option<Vec<u8>>,
+    pub headers: Vec<(String, Option<Vec<u8>>)>,
+    pub timestamp_ms: Option<i64>,
+}
+
+impl Message {
+    pub fn header(&self, name: &str) -> Option<String> {
+        let value = self.headers.iter().find(|(n, _)| n == name)?.1.as_ref()?;
+        Some(String::from_utf8_lossy(value).into_owned())
+    }
+
+    pub fn id(&self) -> String {
+        self.header("id").expect("every message has an id")
+    }
+
+    pub fn key(&self) -> String {
+        String::from_utf8_lossy(self.key.as_deref().expect("every message has a key")).into_owned()
+    }
+
+    pub fn value(&self) -> String {
+        String::from_utf8_lossy(self.value.as_deref().expect("a value")).into_owned()
+    }
+}
+
+pub struct Topic {
+    pub brokers: String,
+    pub name: String,
+    pub partitions: i32,
+}
+
+impl Topic {
+    pub fn create(brokers: &str, name: &str, partitions: i32, settings: &[(&str, &str)]) -> Self {
+        let admin = admin(brokers);
+        let mut topic = NewTopic::new(name, partitions, TopicReplication::Fixed(1));
+        for (key, value) in settings {
+            topic = topic.set(key, value);
+        }
+        let made = futures_lite(admin.create_topics([&topic], &AdminOptions::new()));
+        made.unwrap().into_iter().for_each(|result| drop(result.unwrap()));
+        let topic = Topic { brokers: brokers.to_owned(), name: name.to_owned(), partitions };
+        super::eventually("the topic is known", || {
+            let consumer: BaseConsumer = consumer(brokers);
+            let metadata = consumer.fetch_metadata(Some(name), Duration::from_secs(5)).ok()?;
+            (metadata.topics()[0].partitions().len() == partitions as usize).then_some(())
+        });
+        topic
+    }
+
+    pub fn delete(&self) {
+        let _ = futures_lite(admin(&self.brokers).delete_topics(&[&self.name], &AdminOptions::new()));
+    }
+
+    /// The offset after the last message of each partition.
+    pub fn ends(&self) -> Vec<i64> {
+        let consumer: BaseConsumer = consumer(&self.brokers);
+        let ends = (0..self.partitions)
+            .map(|p| consumer.fetch_watermarks(&self.name, p, Duration::from_secs(20)).unwrap().1);
+        ends.collect()
+    }
+
+    /// Everything that is in the topic now.
+    pub fn read(&self) -> Vec<Message> {
+        let mut reader = Reader::new(self);
+        reader.read_to(&self.ends());
+        reader.messages
+    }
+
+    /// Waits until every id is there, and gives everything read.
+    pub fn wait_for<'a>(&self, ids: impl IntoIterator<Item = &'a String>) -> Vec<Message> {
+        self.wait_for_within(ids, Duration::from_secs(120))
+    }
+
+    pub fn wait_for_within<'a>(
+        &self,
+        ids: impl IntoIterator<Item = &'a String>,
+        limit: Duration,
+    ) -> Vec<Message> {
+        let mut open: HashSet<String> = ids.into_iter().cloned().collect();
+        let mut reader = Reader::new(self);
+        let deadline = Instant::now() + limit;
+        let mut seen = 0;
+        while !open.is_empty() {
+            let some: Vec<_> = open.iter().take(3).collect();
+            assert!(Instant::now() < deadline, "{} ids are not in the topic, such as {some:?}", open.len());
+            reader.poll();
+            for message in &reader.messages[seen..] {
+                open.remove(&message.id());
+            }
+            seen = reader.messages.len();
+        }
+        reader.read_to(&self.ends());
+        reader.messages
+    }
+}
+
+/// Reads a topic from its beginning.
+pub struct Reader {
+    consumer: BaseConsumer,
+    pub messages: Vec<Message>,
+    next: Vec<i64>,
+}
+
+impl Reader {
+    pub fn new(topic: &Topic) -> Self {
+        let consumer: BaseConsumer = consumer(&topic.brokers);
+        let mut from = TopicPartitionList::new();
+        for partition in 0..topic.partitions {
+            from.add_partition_offset(&topic.name, partition, Offset::Beginning).unwrap();
+        }
+        consumer.assign(&from).unwrap();
+        Reader { consumer, messages: Vec::new(), next: vec![0; topic.partitions as usize] }
+    }
+
+    pub fn poll(&mut self) {
+        match self.consumer.poll(Duration::from_millis(100)) {
+            None => {}
+            Some(Err(e)) => {
+                let fatal = e.rdkafka_error_code() == Some(RDKafkaErrorCode::Fatal);
+                assert!(!fatal, "the consumer: {e}");
+            }
+            Some(Ok(message)) => {
+                let headers = message.headers().map_or_else(Vec::new, |headers| {
+                    headers.iter().map(|h| (h.key.to_owned(), h.value.map(<[u8]>::to_vec))).collect()
+                });
+                self.next[message.partition() as usize] = message.offset() + 1;
+                self.messages.push(Message {
+                    partition: message.partition(),
+                    offset: message.offset(),
+                    key: message.key().map(<[u8]>::to_vec),
+                    value: message.payload().map(<[u8]>::to_vec),
+                    headers,
+                    timestamp_ms: match message.timestamp() {
+                        Timestamp::CreateTime(ms) => Some(ms),
+                        _ => None,
+                    },
+                });
+            }
+        }
+    }
+
+    fn read_to(&mut self, ends: &[i64]) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.next.iter().zip(ends).any(|(next, end)| next < end) {
+            assert!(
+                Instant::now() < deadline,
+                "the consumer does not reach {ends:?}, it is at {:?}",
+                self.next
+            );
+            self.poll();
+        }
+    }
+}
+
+pub fn consumer<C>(brokers: &str) -> C
+where
+    C: rdkafka::config::FromClientConfig,
+{
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", brokers).set("group.id", "oracle").set("enable.auto.commit", "false");
+    config.set("fetch.wait.max.ms", "50").set("reconnect.backoff.max.ms", "500");
+    config.set("fetch.error.backoff.ms", "50").set_log_level(rdkafka::config::RDKafkaLogLevel::Emerg);
+    config.create().unwrap()
+}
+
+fn admin(brokers: &str) -> AdminClient<DefaultClientContext> {
+    ClientConfig::new().set("bootstrap.servers", brokers).create().unwrap()
+}
+
+/// Blocks on one future.
+fn futures_lite<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+}
+
+/// One committed row, as a slot of the test's own streams it.
+#[derive(Debug, Clone)]
+pub struct Event {
+    pub key: String,
+    pub id: String,
+    /// End of its commit.
+    pub end_lsn: u64,
+}
+
+/// What was committed, in commit order.
+#[derive(Debug, Clone, Default)]
+pub struct Committed {
+    pub events: Vec<Event>,
+}
+
+impl Committed {
+    pub fn ids(&self) -> impl Iterator<Item = &String> {
+        self.events.iter().map(|event| &event.id)
+    }
+}
+
+/// What the check found beside violations, which it panics on.
+#[derive(Debug)]
+pub struct Verdict {
+    pub repeats: usize,
+}
+
+/// The promise: every committed id is there, no other, and for each key the first occurrences are
+/// in commit order.
+pub fn check(committed: &Committed, messages: &[Message]) -> Verdict {
+    let expected: HashSet<&String> = committed.ids().collect();
+    assert_eq!(expected.len(), committed.events.len(), "an id was committed twice");
+    let mut seen: HashMap<String, usize> = HashMap::new();
+    let mut order: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut sorted: Vec<&Message> = messages.iter().collect();
+    sorted.sort_by_key(|m| (m.partition, m.offset));
+    let mut partitions: HashMap<String, i32> = HashMap::new();
+    for message in sorted {
+        let (id, key) = (message.id(), message.key());
+        assert!(expected.contains(&id), "id {id} was never committed");
+        assert_eq!(
+            *partitions.entry(key.clone()).or_insert(message.partition),
+            message.partition,
+            "key {key} moved"
+        );
+        let count = seen.entry(id.clone()).or_insert(0);
+        *count += 1;
+        if *count == 1 {
+            order.entry(key).or_default().push(id);
+        }
+    }
+    let lost: Vec<&&String> = expected.iter().filter(|id| !seen.contains_key(**id)).collect();
+    assert!(
+        lost.is_empty(),
+        "{} events were lost, such as {:?}",
+        lost.len(),
+        lost.iter().take(3).collect::<Vec<_>>()
+    );
+    let mut wanted: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for event in &committed.events {
+        wanted.entry(event.key.clone()).or_default().push(event.id.clone());
+    }
+    for (key, ids) in &wanted {
+        assert_eq!(order.get(key), Some(ids), "the order of key {key}");
+    }
+    Verdict { repeats: messages.len() - seen.len() }
+}

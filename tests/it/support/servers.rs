@@ -1,0 +1,193 @@
+//! Real servers, started by the project's own scripts.
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock, Mutex};
+
+use postgres::{Client, NoTls};
+
+pub const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+fn script(name: &str, arguments: &[&str]) -> Output {
+    Command::new(format!("{ROOT}/scripts/{name}"))
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap_or_else(|e| panic!("cannot run scripts/{name}: {e}"))
+}
+
+fn must(name: &str, arguments: &[&str]) -> String {
+    let output = script(name, arguments);
+    assert!(
+        output.status.success(),
+        "scripts/{name} {arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8_lossy(&output.stdout).trim().lines().last().unwrap_or_default().to_owned()
+}
+
+/// Why the tests cannot run here; `None` when they can.
+pub fn missing() -> Option<String> {
+    for (name, arguments) in [("postgres.sh", &["fetch", "18.6"][..]), ("kafka.sh", &["fetch"])] {
+        let output = script(name, arguments);
+        if !output.status.success() {
+            return Some(String::from_utf8_lossy(&output.stderr).trim().to_owned());
+        }
+    }
+    None
+}
+
+/// A folder of this test run that an unprivileged server can use.
+pub fn folder(name: &str) -> PathBuf {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let path = Path::new(ROOT).join(".dev/test").join(format!("{}-{number}-{name}", std::process::id()));
+    std::fs::create_dir_all(&path).unwrap();
+    path
+}
+
+/// A port that was free a moment ago, never the same twice.
+pub fn free_port() -> u16 {
+    static GIVEN: Mutex<Vec<u16>> = Mutex::new(Vec::new());
+    let mut given = GIVEN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    loop {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        if !given.contains(&port) {
+            given.push(port);
+            return port;
+        }
+    }
+}
+
+pub struct Postgres {
+    pub version: String,
+    pub data: PathBuf,
+    pub port: u16,
+    settings: Vec<String>,
+}
+
+impl Postgres {
+    pub fn start(settings: &[&str]) -> Self {
+        Self::start_version("18.6", settings)
+    }
+
+    pub fn start_version(version: &str, settings: &[&str]) -> Self {
+        let server = Self::stopped(version, settings);
+        server.start_again();
+        server
+    }
+
+    /// Initialised, so that files can be put into its folder before the start.
+    pub fn stopped(version: &str, settings: &[&str]) -> Self {
+        let data = folder("postgres").join("data");
+        must("postgres.sh", &["init", version, data.to_str().unwrap()]);
+        let settings = settings.iter().map(|s| (*s).to_owned()).collect();
+        Postgres { version: version.to_owned(), data, port: free_port(), settings }
+    }
+
+    pub fn start_again(&self) {
+        let port = self.port.to_string();
+        let mut arguments = vec!["start", &self.version, self.data.to_str().unwrap(), &port];
+        arguments.extend(self.settings.iter().map(String::as_str));
+        must("postgres.sh", &arguments);
+    }
+
+    /// `mode`: fast, immediate or smart.
+    pub fn stop(&self, mode: &str) {
+        must("postgres.sh", &["stop", self.data.to_str().unwrap(), mode]);
+    }
+
+    pub fn url(&self, database: &str) -> String {
+        format!("postgres://postgres@127.0.0.1:{}/{database}", self.port)
+    }
+
+    pub fn connect(&self, database: &str) -> Client {
+        super::eventually("PostgreSQL takes a connection", || {
+            Client::connect(&self.url(database), NoTls).ok()
+        })
+    }
+
+    pub fn log(&self) -> String {
+        let mut path = self.data.clone().into_os_string();
+        path.push(".log");
+        std::fs::read_to_string(path).unwrap_or_default()
+    }
+}
+
+impl Drop for Postgres {
+    fn drop(&mut self) {
+        script("postgres.sh", &["stop", self.data.to_str().unwrap(), "immediate"]);
+        let _ = std::fs::remove_dir_all(self.data.parent().unwrap());
+    }
+}
+
+pub struct Kafka {
+    pub folder: PathBuf,
+    pub port: u16,
+    properties: Vec<String>,
+}
+
+impl Kafka {
+    pub fn start(properties: &[&str]) -> Self {
+        let port = free_port();
+        let properties = properties.iter().map(|p| p.replace("{port}", &port.to_string())).collect();
+        let kafka = Kafka { folder: folder("kafka"), port, properties };
+        kafka.start_again();
+        kafka
+    }
+
+    pub fn start_again(&self) {
+        let port = self.port.to_string();
+        let mut arguments = vec!["start", self.folder.to_str().unwrap(), &port];
+        arguments.extend(self.properties.iter().map(String::as_str));
+        must("kafka.sh", &arguments);
+    }
+
+    /// `signal`: TERM or KILL.
+    pub fn stop(&self, signal: &str) {
+        must("kafka.sh", &["stop", self.folder.to_str().unwrap(), signal]);
+    }
+
+    pub fn brokers(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    pub fn pid(&self) -> i32 {
+        std::fs::read_to_string(self.folder.join("kafka.pid")).unwrap().trim().parse().unwrap()
+    }
+}
+
+impl Drop for Kafka {
+    fn drop(&mut self) {
+        script("kafka.sh", &["stop", self.folder.to_str().unwrap(), "KILL"]);
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+type Shared<T> = LazyLock<Mutex<Option<Arc<T>>>>;
+
+static POSTGRES: Shared<Postgres> = LazyLock::new(|| Mutex::new(None));
+static KAFKA: Shared<Kafka> = LazyLock::new(|| Mutex::new(None));
+
+/// The server of all tests that neither stop nor reconfigure one; a database for each test.
+pub fn shared_postgres() -> Arc<Postgres> {
+    let mut shared = POSTGRES.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let server = shared.get_or_insert_with(|| {
+        let settings = ["max_replication_slots=100", "max_wal_senders=100", "max_prepared_transactions=10"];
+        Arc::new(Postgres::start(&settings))
+    });
+    Arc::clone(server)
+}
+
+/// The broker of all tests that do not stop one; a topic for each test.
+pub fn shared_kafka() -> Arc<Kafka> {
+    let mut shared = KAFKA.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    Arc::clone(shared.get_or_insert_with(|| Arc::new(Kafka::start(&[]))))
+}
+
+pub fn stop_shared() {
+    drop(POSTGRES.lock().map(|mut shared| shared.take()));
+    drop(KAFKA.lock().map(|mut shared| shared.take()));
+}
