@@ -1,3 +1,40 @@
+//! `outbox-tailer` tails a PostgreSQL outbox table through a logical replication slot into Kafka.
+//!
+//! One direction, one noun for each stage:
+//!
+//! ```text
+//! slot ──CopyData──▶ pgoutput message ──▶ outbox event ──▶ record ──▶ Kafka
+//!                                                                     │ ack
+//! slot ◀──confirmed flush LSN── persisted position ◀── progress ◀──────┘
+//! ```
+//!
+//! # What always holds
+//!
+//! - Order of truth: broker acknowledged → position row committed → slot told. Never otherwise, not
+//!   even at shutdown.
+//! - Only [`relay::progress`] yields an LSN that may be confirmed: the end of a commit, or a
+//!   keepalive's WAL end outside a transaction, with everything before it acknowledged.
+//! - After a failed delivery nothing else is sent by that producer. The stream restarts from the
+//!   persisted position; one event is never retried alone.
+//! - A session owns relay, producer, keeper and stream. What was in flight ends with it.
+//! - Whatever may mean lost history stops the stream until an operator's command clears it.
+//!
+//! # Modules in reading order
+//!
+//! - [`relay`]: the pure core. No I/O, no clock, no tasks; builds without the `worker` feature.
+#![cfg_attr(
+    feature = "worker",
+    doc = "
+- [`session`]: one `START_REPLICATION` lifetime, the only `select!`.
+- [`source`]: the replication session: connect, authenticate, stream, status updates.
+- [`kafka`]: the idempotent producer and what is asked of the brokers.
+- [`position`], [`descriptor`]: the persisted position and what the publication must still be.
+- [`startcheck`]: may the stream start here? Pure.
+- [`commands`]: `run` puts these together; `init`, `skip`, `demo`.
+- [`postgres`], [`tls`], [`config`], [`cli`], [`error`]: what all of them stand on.
+"
+)]
+
 pub mod relay;
 
 #[cfg(feature = "worker")]
