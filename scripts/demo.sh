@@ -9,8 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 dev=${OUTBOX_DEV_DIR:-$root/.dev}
 
-if [ -n "${OUTBOX_TAILER_BIN:-}" ]; then
-    program=$OUTBOX_TAILER_BIN
+if [ -n "${DEMO_PROGRAM:-}" ]; then
+    program=$DEMO_PROGRAM
 else
     cargo build --quiet --features "$(scripts/cargo-features.sh)"
     program=${CARGO_TARGET_DIR:-target}/debug/outbox-tailer

@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rdkafka::admin::{AdminClient, AdminOptions, ConfigResource, ResourceSpecifier};
-use rdkafka::client::{Client, DefaultClientContext};
+use rdkafka::client::DefaultClientContext;
 use rdkafka::config::{ClientConfig, RDKafkaLogLevel};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
 use rdkafka::producer::{
-    BaseRecord, DeliveryResult, Producer as _, ProducerContext, PurgeConfig, ThreadedProducer,
+    BaseProducer, BaseRecord, DeliveryResult, Producer as _, ProducerContext, PurgeConfig, ThreadedProducer,
 };
 use rdkafka::{ClientContext, Statistics};
 use tokio::sync::Notify;
@@ -262,18 +262,20 @@ pub async fn preflight(kafka: &Kafka, topics: Vec<String>) -> Result<Preflight> 
     for (name, value) in &kafka.properties {
         config.set(name, value);
     }
-    let said = Arc::new(Mutex::new(String::new()));
-    let context = Said(Arc::clone(&said));
     let brokers = kafka.brokers.clone();
     let names = topics.clone();
-    // librdkafka's metadata calls block.
+    let asking = config.clone();
+    // librdkafka's metadata calls block, and so does destroying a client.
     let asked = tokio::task::spawn_blocking(move || {
-        let admin: AdminClient<Said> = config.create_with_context(context).map_err(property_error)?;
-        ask(admin.inner(), &brokers, &names, &said).map(|answer| (admin, answer))
+        let said = Arc::new(Mutex::new(String::new()));
+        let client: BaseProducer<Said> =
+            asking.create_with_context(Said(Arc::clone(&said))).map_err(property_error)?;
+        ask(&client, &brokers, &names, &said)
     });
-    let (admin, (cluster, partitions)) =
-        asked.await.map_err(|e| Error::bug("the Kafka preflight").because(e))??;
+    let (cluster, partitions) = asked.await.map_err(|e| Error::bug("the Kafka preflight").because(e))??;
+    let admin = config.create().map_err(property_error)?;
     let limits = describe(&admin, &topics).await;
+    tokio::task::spawn_blocking(move || drop(admin));
     let topics = partitions
         .into_iter()
         .map(|(name, partitions)| {
@@ -281,18 +283,17 @@ pub async fn preflight(kafka: &Kafka, topics: Vec<String>) -> Result<Preflight> 
             (name, TopicFacts { partitions, max_message_bytes })
         })
         .collect();
-    // Destroying the client waits for its threads.
-    tokio::task::spawn_blocking(move || drop(admin));
     Ok(Preflight { cluster, topics })
 }
 
 fn ask(
-    client: &Client<Said>,
+    client: &BaseProducer<Said>,
     brokers: &str,
     topics: &[String],
     said: &Mutex<String>,
 ) -> Result<(String, BTreeMap<String, i32>)> {
     let unreachable = |what: &str, e: KafkaError| {
+        client.poll(Duration::from_millis(100)); // hears why a connection failed
         let said = said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let detail = if said.is_empty() { String::new() } else { format!(" ({said})") };
         Error::wait(format!("no answer from Kafka at {brokers}, {what}{detail}")).because(e)
@@ -300,6 +301,7 @@ fn ask(
     let mut partitions = BTreeMap::new();
     for topic in topics {
         let metadata = client
+            .client()
             .fetch_metadata(Some(topic), ASK_TIMEOUT)
             .map_err(|e| unreachable("asked for its topics", e))?;
         let found = metadata.topics().iter().find(|t| t.name() == topic);
@@ -325,13 +327,14 @@ fn ask(
         }
     }
     let cluster = client
+        .client()
         .fetch_cluster_id(ASK_TIMEOUT)
         .ok_or_else(|| Error::wait("Kafka does not tell its cluster id"))?;
     Ok((cluster, partitions))
 }
 
 /// `max.message.bytes` of each topic; describing configurations may be denied, then it is unknown.
-async fn describe(admin: &AdminClient<Said>, topics: &[String]) -> BTreeMap<String, usize> {
+async fn describe(admin: &AdminClient<DefaultClientContext>, topics: &[String]) -> BTreeMap<String, usize> {
     let resources: Vec<ResourceSpecifier<'_>> = topics.iter().map(|t| ResourceSpecifier::Topic(t)).collect();
     let options = AdminOptions::new().request_timeout(Some(ASK_TIMEOUT));
     let described = admin.describe_configs(&resources, &options).await;
@@ -370,8 +373,17 @@ impl ClientContext for Said {
     }
 
     fn error(&self, _: KafkaError, reason: &str) {
-        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = reason.to_owned();
+        // "All brokers are down" says less than what came before it.
+        let mut said = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if said.is_empty() || !reason.contains("brokers are down") {
+            reason.clone_into(&mut said);
+        }
     }
+}
+
+impl ProducerContext for Said {
+    type DeliveryOpaque = ();
+    fn delivery(&self, _: &DeliveryResult<'_>, (): ()) {}
 }
 
 fn log(level: RDKafkaLogLevel, facility: &str, message: &str) {

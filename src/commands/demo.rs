@@ -243,7 +243,7 @@ impl Audience {
             if all && enough {
                 return Ok(());
             }
-            if failed() || last_progress.elapsed() > PATIENCE {
+            if failed() && !stopping || last_progress.elapsed() > PATIENCE {
                 return Ok(()); // the summary tells
             }
         }

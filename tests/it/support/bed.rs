@@ -24,6 +24,8 @@ pub struct Bed {
     pub slot: String,
     pub publication: String,
     pub topic: Topic,
+    /// What the worker is given; the oracle uses the broker's plain listener.
+    pub brokers: String,
     /// The superuser's session in the test's database.
     pub client: Client,
     pub config: PathBuf,
@@ -71,7 +73,9 @@ impl Bed {
         let settings = Settings { url: postgres.url(&name), ..Settings::default() };
         let config = servers::folder("config").join("outbox-tailer.toml");
         let slot = format!("s_{name}");
+        let brokers = kafka.brokers();
         let bed = Bed {
+            brokers,
             postgres,
             kafka,
             slot,
@@ -93,7 +97,7 @@ impl Bed {
             "[postgres]\nurl = {:?}\nslot = {:?}\npublication = {:?}\n",
             s.url, self.slot, self.publication
         );
-        writeln!(text, "{}\n[kafka]\nbrokers = {:?}\n{}", s.postgres, self.kafka.brokers(), s.kafka).unwrap();
+        writeln!(text, "{}\n[kafka]\nbrokers = {:?}\n{}", s.postgres, self.brokers, s.kafka).unwrap();
         writeln!(
             text,
             "[kafka.properties]\n{}\n[worker]\nreconnect_max_ms = 1000\n{}",
@@ -258,6 +262,7 @@ fn positions(client: &mut Client, slot: &str) -> (u64, u64) {
 /// topic holds, read in this order.
 pub struct Sampler {
     stop: Arc<AtomicBool>,
+    taken: Arc<AtomicU32>,
     thread: JoinHandle<Vec<Sample>>,
 }
 
@@ -269,8 +274,8 @@ struct Sample {
 
 impl Sampler {
     pub fn start(bed: &Bed) -> Self {
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
+        let (stop, taken) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
+        let (stopped, count) = (Arc::clone(&stop), Arc::clone(&taken));
         let (url, slot) = (bed.postgres.url(&bed.database), bed.slot.clone());
         let topic = Topic {
             brokers: bed.topic.brokers.clone(),
@@ -284,19 +289,22 @@ impl Sampler {
             while !stopped.load(Ordering::Relaxed) {
                 if let Some(sample) = sample(&mut client, &url, &slot, &consumer, &topic) {
                     samples.push(sample);
+                    count.fetch_add(1, Ordering::Relaxed);
                 }
                 std::thread::sleep(std::time::Duration::from_millis(10)); // the rate of sampling
             }
             samples
         });
-        Sampler { stop, thread }
+        Sampler { stop, taken, thread }
     }
 
     /// Ends the watch and checks every sample against what was committed and where it arrived.
     pub fn check(self, committed: &Committed, messages: &[Message]) {
+        super::eventually("ten samples are taken", || {
+            (self.taken.load(Ordering::Relaxed) >= 10).then_some(())
+        });
         self.stop.store(true, Ordering::Relaxed);
         let samples = self.thread.join().unwrap();
-        assert!(samples.len() >= 10, "only {} samples", samples.len());
         let mut first = std::collections::HashMap::new();
         for message in messages {
             let place = (message.partition as usize, message.offset);

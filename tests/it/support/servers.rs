@@ -87,6 +87,23 @@ impl Postgres {
         Postgres { version: version.to_owned(), data, port: free_port(), settings }
     }
 
+    /// A physical standby, made from a base backup; the server must be an 18.6, which has the program.
+    pub fn standby_of(primary: &Postgres) -> Self {
+        let data = folder("standby").join("data");
+        let program = must("postgres.sh", &["fetch", &primary.version]) + "/bin/pg_basebackup";
+        let port = primary.port.to_string();
+        let backup = Command::new(program)
+            .args(["-h", "127.0.0.1", "-p", &port, "-U", "postgres", "-R", "-c", "fast", "-D"])
+            .arg(&data)
+            .output()
+            .unwrap();
+        assert!(backup.status.success(), "{}", String::from_utf8_lossy(&backup.stderr));
+        let standby =
+            Postgres { version: primary.version.clone(), data, port: free_port(), settings: vec![] };
+        standby.start_again();
+        standby
+    }
+
     pub fn start_again(&self) {
         let port = self.port.to_string();
         let mut arguments = vec!["start", &self.version, self.data.to_str().unwrap(), &port];

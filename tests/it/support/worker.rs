@@ -107,11 +107,17 @@ impl Worker {
 
     /// Waits until it streams, for the `n`th time.
     pub fn streams_again(&mut self, n: usize) {
-        super::eventually(&format!("the worker streams for the {n}th time"), || {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.logged("streaming").len() < n {
             let ended = self.child.try_wait().unwrap();
-            assert!(ended.is_none(), "the worker ended with {ended:?}: {:#?}", self.log());
-            (self.logged("streaming").len() >= n).then_some(())
-        });
+            let late = Instant::now() > deadline;
+            assert!(
+                ended.is_none() && !late,
+                "does not stream for the {n}th time, {ended:?}: {:#?}",
+                self.log()
+            );
+            std::thread::sleep(Duration::from_millis(20)); // polls a condition
+        }
     }
 
     pub fn streams(&mut self) {
