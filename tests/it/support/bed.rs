@@ -47,6 +47,11 @@ pub const OUTBOX: &str = "CREATE TABLE outbox_event (
     event_id uuid PRIMARY KEY DEFAULT gen_random_uuid(), order_id bigint NOT NULL, revision bigint NOT NULL CHECK (revision > 0),
     event_type text NOT NULL, payload jsonb NOT NULL, CONSTRAINT outbox_order_revision_key UNIQUE (order_id, revision))";
 
+/// `$1` batch, `$2` number of events.
+const MANY: &str = "INSERT INTO outbox_event (order_id, revision, event_type, payload)
+    SELECT 1000000 + n % 1000, $1::bigint * 1000000 + n, 'OrderPaid', jsonb_build_object('n', n, 'note', repeat('x', 100))
+    FROM generate_series(1, $2::bigint) n";
+
 impl Bed {
     /// Shared servers, the order outbox, six partitions.
     pub fn new() -> Self {
@@ -166,6 +171,24 @@ impl Bed {
                    SELECT $1, coalesce((SELECT max(revision) FROM outbox_event WHERE order_id = $1), 0) + n, 'OrderPaid',
                           jsonb_build_object('n', n) FROM generate_series(1, $2::bigint) n";
         self.client.execute(sql, &[&key, &events]).unwrap();
+    }
+
+    /// Inserts events over a thousand keys of their own in one transaction; `batch` tells calls apart.
+    pub fn insert_many(&mut self, batch: i64, events: i64) {
+        self.client.execute(MANY, &[&batch, &events]).unwrap();
+    }
+
+    /// The same, in transactions of `size` events each.
+    pub fn insert_in_transactions(&mut self, batch: i64, events: i64, size: i64) {
+        self.sql("SET synchronous_commit = off");
+        let insert = MANY
+            .replace("$1", &batch.to_string())
+            .replace("generate_series(1, $2::bigint)", "generate_series(i, i + size - 1)");
+        self.sql(&format!(
+            "DO $do$ DECLARE size bigint := {size}; BEGIN
+               FOR i IN 1..{events} BY {size} LOOP {insert}; COMMIT; END LOOP; END $do$"
+        ));
+        self.sql("RESET synchronous_commit");
     }
 
     /// Everything committed since `init`, in commit order, from the test's own slot. Needs id and key
@@ -292,8 +315,18 @@ impl Sampler {
         Sampler { stop, thread }
     }
 
-    /// Ends the watch and checks every sample against what was committed and where it arrived.
-    pub fn check(self, committed: &Committed, messages: &[Message]) {
+    /// Ends the watch and checks every sample against what was committed and where it arrived. Gives
+    /// the positions the slot had confirmed.
+    pub fn check(self, committed: &Committed, messages: &[Message]) -> Vec<u64> {
+        let confirmed = self.check_across_crashes(committed, messages);
+        for pair in confirmed.windows(2) {
+            assert!(pair[0] <= pair[1], "the slot went back from {:X} to {:X}", pair[0], pair[1]);
+        }
+        confirmed
+    }
+
+    /// The same where PostgreSQL crashes: the slot may then forget what it had not saved yet.
+    pub fn check_across_crashes(self, committed: &Committed, messages: &[Message]) -> Vec<u64> {
         self.stop.store(true, Ordering::Relaxed);
         let samples = self.thread.join().unwrap();
         assert!(samples.len() >= 10, "only {} samples", samples.len());
@@ -305,27 +338,25 @@ impl Sampler {
                 .and_modify(|p: &mut (usize, i64)| *p = (*p).min(place))
                 .or_insert(place);
         }
-        let mut last_confirmed = 0;
+        let mut events = committed.events.iter().peekable();
+        let mut needed: Vec<(i64, &str)> = Vec::new();
+        let mut last_persisted = 0;
         for sample in &samples {
-            assert!(
-                sample.confirmed <= sample.persisted,
-                "confirmed {:X} > persisted {:X}",
-                sample.confirmed,
-                sample.persisted
-            );
-            assert!(sample.confirmed >= last_confirmed, "the slot went back to {:X}", sample.confirmed);
-            last_confirmed = sample.confirmed;
-            for event in committed.events.iter().filter(|e| e.end_lsn <= sample.persisted) {
+            let (confirmed, persisted) = (sample.confirmed, sample.persisted);
+            assert!(confirmed <= persisted, "confirmed {confirmed:X} > persisted {persisted:X}");
+            assert!(persisted >= last_persisted, "the position went back to {persisted:X}");
+            last_persisted = persisted;
+            // For each partition the greatest offset that an event at or below the position has.
+            while let Some(event) = events.next_if(|e| e.end_lsn <= persisted) {
                 let (partition, offset) = first[&event.id];
-                assert!(
-                    offset < sample.ends[partition],
-                    "position {:X} was persisted before event {} (commit end {:X}) was in the topic",
-                    sample.persisted,
-                    event.id,
-                    event.end_lsn
-                );
+                needed.resize(needed.len().max(partition + 1), (-1, ""));
+                needed[partition] = needed[partition].max((offset, &event.id));
+            }
+            for ((offset, id), end) in needed.iter().zip(&sample.ends) {
+                assert!(offset < end, "{persisted:X} was persisted before event {id} was in the topic");
             }
         }
+        samples.iter().map(|s| s.confirmed).collect()
     }
 }
 

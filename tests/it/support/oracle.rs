@@ -77,6 +77,11 @@ impl Topic {
         ends.collect()
     }
 
+    /// How many messages are in the topic.
+    pub fn count(&self) -> i64 {
+        self.ends().iter().sum()
+    }
+
     /// Everything that is in the topic now.
     pub fn read(&self) -> Vec<Message> {
         let mut reader = Reader::new(self);
