@@ -621,11 +621,7 @@ fn c51_the_flush_position_never_goes_back() {
         let before = bed.topic.count();
         bed.sql("INSERT INTO noise SELECT repeat('x', 500) FROM generate_series(1, 2000)");
         eventually("events flow", || (bed.topic.count() > before + 200).then_some(()));
-        let end = format!(
-            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = '{}'",
-            bed.slot
-        );
-        bed.sql(&end);
+        bed.terminate("walsender");
         worker.streams_again(reconnect);
     }
     load.stop();

@@ -242,6 +242,21 @@ impl Bed {
         positions(&mut self.client, &self.slot)
     }
 
+    /// Ends the server processes of the worker: `walsender`, or `client backend` for its SQL session.
+    pub fn terminate(&mut self, backend_type: &str) {
+        let sql = format!(
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+             WHERE application_name = 'outbox-tailer' AND datname = current_database() AND backend_type = '{backend_type}'"
+        );
+        assert!(self.value::<i64>(&sql) > 0, "no {backend_type} of the worker");
+    }
+
+    /// Changes a setting of the test's own server while it runs.
+    pub fn reload(&mut self, change: &str) {
+        self.sql(&format!("ALTER SYSTEM {change}"));
+        self.sql("SELECT pg_reload_conf()");
+    }
+
     /// Waits until the slot has confirmed everything that is committed now.
     pub fn confirmed(&mut self) {
         let committed = self.committed();

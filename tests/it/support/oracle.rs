@@ -69,6 +69,12 @@ impl Topic {
         let _ = futures_lite(admin(&self.brokers).delete_topics(&[&self.name], &AdminOptions::new()));
     }
 
+    pub fn exists(&self) -> bool {
+        let consumer: BaseConsumer = consumer(&self.brokers);
+        let metadata = consumer.fetch_metadata(Some(&self.name), Duration::from_secs(5));
+        metadata.is_ok_and(|m| m.topics().iter().any(|t| t.name() == self.name && !t.partitions().is_empty()))
+    }
+
     /// The offset after the last message of each partition.
     pub fn ends(&self) -> Vec<i64> {
         let consumer: BaseConsumer = consumer(&self.brokers);
