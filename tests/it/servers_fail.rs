@@ -148,14 +148,14 @@ fn sigterm_while_kafka_is_down_ends_in_time_and_names_what_is_undelivered() {
     bed.kafka.stop("KILL");
     bed.insert(1, 100);
     sent(&mut bed);
-    let (confirmed, _) = bed.positions();
     worker.signal("TERM");
     let status = worker.wait_for(SHUTDOWN + Duration::from_secs(5));
     assert_eq!(status.code(), Some(0), "{:#?}", worker.log());
     let said = worker.logged("stopped before Kafka acknowledged everything");
     assert_eq!(said.len(), 1, "{:#?}", worker.log());
     assert_eq!(said[0]["undelivered"], 100);
-    assert_eq!(bed.positions().0, confirmed, "nothing was confirmed");
+    let end = bed.committed().events.last().unwrap().end_lsn;
+    assert!(bed.positions().1 < end, "what is undelivered is not persisted");
     bed.kafka.start_again();
     let mut worker = bed.streaming();
     all_is_well(&mut bed, sampler);
@@ -199,7 +199,7 @@ fn an_immediate_shutdown_of_postgresql_under_load_loses_nothing() {
     let (messages, _) = bed.arrived();
     bed.confirmed();
     sampler.check_across_crashes(&bed.committed(), &messages);
-    assert!(worker.logged("refused").is_empty());
+    assert!(worker.logged("refused: ").is_empty());
     worker.stop();
 }
 
@@ -226,7 +226,7 @@ fn fast_restart(bed: &mut Bed, worker: &mut Worker) {
     assert!(asked.elapsed() < HANG, "the shutdown took {:?}", asked.elapsed());
     bed.postgres.start_again();
     bed.client = bed.connect();
-    assert!(worker.logged("refused").is_empty(), "{:#?}", worker.log());
+    assert!(worker.logged("refused: ").is_empty(), "{:#?}", worker.log());
 }
 
 fn a_fast_shutdown_does_not_wait_for_an_idle_worker() {

@@ -24,6 +24,8 @@ pub struct Bed {
     pub slot: String,
     pub publication: String,
     pub topic: Topic,
+    /// The publication that the test's own slot is read with: the worker's, unless a test changes that one.
+    pub observed: String,
     /// The superuser's session in the test's database.
     pub client: Client,
     pub config: PathBuf,
@@ -81,6 +83,7 @@ impl Bed {
             kafka,
             slot,
             publication: name.clone(),
+            observed: name.clone(),
             database: name,
             topic,
             client,
@@ -197,7 +200,7 @@ impl Bed {
         let sql = "SELECT data FROM pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL,
                      'proto_version', '1', 'publication_names', quote_ident($2))";
         let slot = self.observer();
-        let rows = self.client.query(sql, &[&slot, &self.publication]).unwrap();
+        let rows = self.client.query(sql, &[&slot, &self.observed]).unwrap();
         let (mut events, mut columns) = (Vec::new(), std::collections::HashMap::new());
         let mut open: Vec<(String, String)> = Vec::new();
         for row in &rows {
@@ -240,6 +243,14 @@ impl Bed {
     /// (confirmed by the slot, persisted in the row), confirmed first.
     pub fn positions(&mut self) -> (u64, u64) {
         positions(&mut self.client, &self.slot)
+    }
+
+    /// Gives the test's own slot a publication that no test touches: it sees what the worker's has missed.
+    pub fn observe_apart(&mut self) {
+        self.observed = format!("{}_observed", self.database);
+        let make =
+            format!("CREATE PUBLICATION {} FOR TABLE outbox_event WITH (publish = 'insert')", self.observed);
+        self.sql(&make);
     }
 
     /// Ends the server processes of the worker: `walsender`, or `client backend` for its SQL session.
