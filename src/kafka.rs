@@ -30,6 +30,9 @@ pub struct Producer {
     reports: Arc<Queue>,
     /// librdkafka's `message.max.bytes` in force.
     pub max_message_bytes: usize,
+    /// A larger record may be refused by the broker, which only it can tell when batches are
+    /// compressed: it must be acknowledged before anything else is sent.
+    pub alone_over: usize,
 }
 
 /// The window that fits librdkafka's queue: half of it, so that the queue is never full for long.
@@ -140,7 +143,7 @@ impl Producer {
         let inner = config.create_with_context(Reports(Arc::clone(&reports))).map_err(property_error)?;
         let max_message_bytes =
             config.get("message.max.bytes").and_then(|n| n.parse().ok()).unwrap_or(1_000_000);
-        Ok(Producer { inner, reports, max_message_bytes })
+        Ok(Producer { inner, reports, max_message_bytes, alone_over: smallest_limit.unwrap_or(1_000_000) })
     }
 
     /// Hands a record to librdkafka, which copies it.

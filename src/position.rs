@@ -170,15 +170,19 @@ pub async fn record_refusal(client: &Client, slot: &str, refusal: &Value) -> Res
     Ok(())
 }
 
-/// The newest audit record of the slot: it changes when an operator decides something.
+/// The newest audit record of the slot, which changes when an operator decides something, and
+/// whether a start-over is among the records after `since`.
 ///
 /// # Errors
 /// By SQLSTATE.
-pub async fn last_decision(client: &Client, slot: &str) -> Result<i64> {
-    let sql = "SELECT coalesce(max(id), 0) FROM outbox_tailer.audit WHERE slot = $1";
-    let row =
-        client.query_one(sql, &[&slot]).await.map_err(|e| sql_error("cannot read outbox_tailer.audit", e))?;
-    Ok(row.get(0))
+pub async fn last_decision(client: &Client, slot: &str, since: i64) -> Result<(i64, bool)> {
+    let sql = "SELECT coalesce(max(id), 0), coalesce(bool_or(action = 'start-over' AND id > $2), false)
+               FROM outbox_tailer.audit WHERE slot = $1";
+    let row = client
+        .query_one(sql, &[&slot, &since])
+        .await
+        .map_err(|e| sql_error("cannot read outbox_tailer.audit", e))?;
+    Ok((row.get(0), row.get(1)))
 }
 
 /// Writes down what was decided.

@@ -69,6 +69,9 @@ struct State {
     last_heard: Instant,
     last_ack: Instant,
     stuck: bool,
+    /// The last event sent may be refused by the broker. A broker takes any sequence number from a
+    /// producer that it does not know yet, so an event of the same key sent after it could pass it.
+    alone: bool,
     /// Set once the session is to end after what is in flight.
     ending: Option<Ending>,
 }
@@ -93,6 +96,7 @@ impl Session<'_> {
             last_heard: now,
             last_ack: now,
             stuck: false,
+            alone: false,
             ending: None,
         };
         let result = self.serve(&mut state, stop).await;
@@ -143,7 +147,7 @@ impl Session<'_> {
                     return why;
                 }
             }
-            let reading = state.ending.is_none() && self.has_room();
+            let reading = state.ending.is_none() && self.has_room(state);
             if !reading {
                 state.last_heard = Instant::now(); // silence of our own making
             }
@@ -186,8 +190,10 @@ impl Session<'_> {
         }
     }
 
-    fn has_room(&self) -> bool {
-        self.relay.in_flight_events() < self.window_events
+    fn has_room(&self, state: &State) -> bool {
+        let events = self.relay.in_flight_events();
+        (events == 0 || !state.alone)
+            && events < self.window_events
             && self.relay.in_flight_bytes() < self.worker.window_bytes
     }
 
@@ -198,7 +204,7 @@ impl Session<'_> {
 
     /// Decodes what is in the buffer and hands it to the producer, as far as the window allows.
     async fn publish_buffered(&mut self, state: &mut State) -> Result<()> {
-        while self.has_room() {
+        while self.has_room(state) {
             let Some(received) = self.stream.take()? else { return Ok(()) };
             match received {
                 Received::Wal(data) => {
@@ -207,8 +213,10 @@ impl Session<'_> {
                     };
                     match output {
                         Output::Publish { seq, record } => {
+                            let alone = record.batch_bytes() > self.producer.alone_over;
                             match hand_over(&self.producer, seq, &record).await {
                                 Ok(()) => {
+                                    state.alone = alone;
                                     state.published += 1;
                                     if self.relay.in_flight_events() == 1 {
                                         state.last_ack = Instant::now();

@@ -221,7 +221,8 @@ impl Init<'_> {
         }
         let now = self.describe().await?;
         match (&now.publication, row) {
-            (Some(_), None) => {
+            // A start-over accepts the publication as it is, like the first start.
+            (Some(_), row) if row.is_none() || self.args.start_over => {
                 if let Some(problem) = now.unsuitable(self.publication()) {
                     return Err(Error::mistake(format!(
                         "{problem}; this publication was not made here and is left alone"

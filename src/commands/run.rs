@@ -39,14 +39,15 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
         "outbox-tailer starts"
     );
     let mut memory: Option<Held> = None;
-    let mut has_streamed = false;
+    // From then on a mistake is waited out: nobody is there to read it.
+    let mut settled = false;
     let mut backoff = BACKOFF_MIN;
     let mut told = Told::default();
     while !*stop.borrow() {
         let error = match attempt(config, &mut memory, &mut stop).await {
             Ok(Attempt::Stopped) => return Ok(()),
             Ok(Attempt::Ended(outcome)) => {
-                has_streamed = true;
+                settled = true;
                 if outcome.published > 0 {
                     backoff = BACKOFF_MIN;
                 }
@@ -66,13 +67,17 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
             Err(error) => error,
         };
         match error.kind {
-            Kind::Mistake if !has_streamed => return Err(error),
+            Kind::Mistake if !settled => return Err(error),
             Kind::Refusal(refusal) => {
                 if config.worker.exit_on_refusal {
                     leave_word(config, refusal, &error).await;
                     return Err(error);
                 }
-                refused(config, refusal, &error, &mut stop).await;
+                if refused(config, refusal, &error, &mut stop).await == Decision::StartOver {
+                    memory = None; // what we published belongs to a history that was given up
+                }
+                // While the operator's command is at work, slot and row may be missing.
+                settled = true;
                 told = Told::default();
                 backoff = BACKOFF_MIN;
             }
@@ -312,18 +317,30 @@ fn tables(
     config.tables.iter().map(|table| bind(table).ok_or_else(|| missing(table))).collect()
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Decision {
+    StartOver,
+    /// Something else, or the worker is to stop.
+    Other,
+}
+
 /// Stays up and not ready until an operator's command has left a new audit record.
-async fn refused(config: &Config, refusal: Refusal, error: &Error, stop: &mut watch::Receiver<bool>) {
+async fn refused(
+    config: &Config,
+    refusal: Refusal,
+    error: &Error,
+    stop: &mut watch::Receiver<bool>,
+) -> Decision {
     tracing::error!(ready = false, refusal = refusal.name(), detail = %error.detail, "refused: {}", error.line());
     let mut seen = None;
     let mut told = false;
     while !*stop.borrow() {
-        match decision(config, refusal, error, &mut told).await {
-            Ok(last) if seen.is_some_and(|seen| seen != last) => {
+        match decision(config, refusal, error, seen, &mut told).await {
+            Ok((last, started_over)) if seen.is_some_and(|seen| seen != last) => {
                 tracing::info!("an operator has decided; checking again");
-                return;
+                return if started_over { Decision::StartOver } else { Decision::Other };
             }
-            Ok(last) => seen = Some(last),
+            Ok((last, _)) => seen = Some(last),
             Err(e) => tracing::debug!("cannot look for an operator's decision: {}", e.line()),
         }
         tokio::select! {
@@ -331,11 +348,19 @@ async fn refused(config: &Config, refusal: Refusal, error: &Error, stop: &mut wa
             () = tokio::time::sleep(DECISION_POLL) => {}
         }
     }
+    Decision::Other
 }
 
-async fn decision(config: &Config, refusal: Refusal, error: &Error, told: &mut bool) -> Result<i64> {
+/// The newest decision, and whether one after `seen` starts over.
+async fn decision(
+    config: &Config,
+    refusal: Refusal,
+    error: &Error,
+    seen: Option<i64>,
+    told: &mut bool,
+) -> Result<(i64, bool)> {
     let sql = postgres::connect(&config.postgres).await?;
-    let last = position::last_decision(&sql.client, &config.postgres.slot).await?;
+    let last = position::last_decision(&sql.client, &config.postgres.slot, seen.unwrap_or(i64::MAX)).await?;
     if !*told {
         let record = position::refusal_record(refusal, error);
         position::record_refusal(&sql.client, &config.postgres.slot, &record).await?;
@@ -346,7 +371,7 @@ async fn decision(config: &Config, refusal: Refusal, error: &Error, told: &mut b
 
 /// Records the refusal for the operator's commands; the log has it anyway.
 async fn leave_word(config: &Config, refusal: Refusal, error: &Error) {
-    if let Err(e) = decision(config, refusal, error, &mut false).await {
+    if let Err(e) = decision(config, refusal, error, None, &mut false).await {
         tracing::warn!("cannot record the refusal: {}", e.line());
     }
 }

@@ -26,6 +26,8 @@ pub struct Bed {
     pub topic: Topic,
     /// What the worker is given; the oracle uses the broker's plain listener.
     pub brokers: String,
+    /// The publication that the test's own slot is read with: the worker's, unless a test changes that one.
+    pub observed: String,
     /// The superuser's session in the test's database.
     pub client: Client,
     pub config: PathBuf,
@@ -48,6 +50,11 @@ pub struct Settings {
 pub const OUTBOX: &str = "CREATE TABLE outbox_event (
     event_id uuid PRIMARY KEY DEFAULT gen_random_uuid(), order_id bigint NOT NULL, revision bigint NOT NULL CHECK (revision > 0),
     event_type text NOT NULL, payload jsonb NOT NULL, CONSTRAINT outbox_order_revision_key UNIQUE (order_id, revision))";
+
+/// `$1` batch, `$2` number of events.
+const MANY: &str = "INSERT INTO outbox_event (order_id, revision, event_type, payload)
+    SELECT 1000000 + n % 1000, $1::bigint * 1000000 + n, 'OrderPaid', jsonb_build_object('n', n, 'note', repeat('x', 100))
+    FROM generate_series(1, $2::bigint) n";
 
 impl Bed {
     /// Shared servers, the order outbox, six partitions.
@@ -80,6 +87,7 @@ impl Bed {
             kafka,
             slot,
             publication: name.clone(),
+            observed: name.clone(),
             database: name,
             topic,
             client,
@@ -172,13 +180,31 @@ impl Bed {
         self.client.execute(sql, &[&key, &events]).unwrap();
     }
 
+    /// Inserts events over a thousand keys of their own in one transaction; `batch` tells calls apart.
+    pub fn insert_many(&mut self, batch: i64, events: i64) {
+        self.client.execute(MANY, &[&batch, &events]).unwrap();
+    }
+
+    /// The same, in transactions of `size` events each.
+    pub fn insert_in_transactions(&mut self, batch: i64, events: i64, size: i64) {
+        self.sql("SET synchronous_commit = off");
+        let insert = MANY
+            .replace("$1", &batch.to_string())
+            .replace("generate_series(1, $2::bigint)", "generate_series(i, i + size - 1)");
+        self.sql(&format!(
+            "DO $do$ DECLARE size bigint := {size}; BEGIN
+               FOR i IN 1..{events} BY {size} LOOP {insert}; COMMIT; END LOOP; END $do$"
+        ));
+        self.sql("RESET synchronous_commit");
+    }
+
     /// Everything committed since `init`, in commit order, from the test's own slot. Needs id and key
     /// in columns of the configured names `event_id`/`id` and `order_id`/`aggregateid`.
     pub fn committed(&mut self) -> Committed {
         let sql = "SELECT data FROM pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL,
                      'proto_version', '1', 'publication_names', quote_ident($2))";
         let slot = self.observer();
-        let rows = self.client.query(sql, &[&slot, &self.publication]).unwrap();
+        let rows = self.client.query(sql, &[&slot, &self.observed]).unwrap();
         let (mut events, mut columns) = (Vec::new(), std::collections::HashMap::new());
         let mut open: Vec<(String, String)> = Vec::new();
         for row in &rows {
@@ -221,6 +247,29 @@ impl Bed {
     /// (confirmed by the slot, persisted in the row), confirmed first.
     pub fn positions(&mut self) -> (u64, u64) {
         positions(&mut self.client, &self.slot)
+    }
+
+    /// Gives the test's own slot a publication that no test touches: it sees what the worker's has missed.
+    pub fn observe_apart(&mut self) {
+        self.observed = format!("{}_observed", self.database);
+        let make =
+            format!("CREATE PUBLICATION {} FOR TABLE outbox_event WITH (publish = 'insert')", self.observed);
+        self.sql(&make);
+    }
+
+    /// Ends the server processes of the worker: `walsender`, or `client backend` for its SQL session.
+    pub fn terminate(&mut self, backend_type: &str) {
+        let sql = format!(
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+             WHERE application_name = 'outbox-tailer' AND datname = current_database() AND backend_type = '{backend_type}'"
+        );
+        assert!(self.value::<i64>(&sql) > 0, "no {backend_type} of the worker");
+    }
+
+    /// Changes a setting of the test's own server while it runs.
+    pub fn reload(&mut self, change: &str) {
+        self.sql(&format!("ALTER SYSTEM {change}"));
+        self.sql("SELECT pg_reload_conf()");
     }
 
     /// Waits until the slot has confirmed everything that is committed now.
@@ -298,8 +347,18 @@ impl Sampler {
         Sampler { stop, taken, thread }
     }
 
-    /// Ends the watch and checks every sample against what was committed and where it arrived.
-    pub fn check(self, committed: &Committed, messages: &[Message]) {
+    /// Ends the watch and checks every sample against what was committed and where it arrived. Gives
+    /// the positions the slot had confirmed.
+    pub fn check(self, committed: &Committed, messages: &[Message]) -> Vec<u64> {
+        let confirmed = self.check_across_crashes(committed, messages);
+        for pair in confirmed.windows(2) {
+            assert!(pair[0] <= pair[1], "the slot went back from {:X} to {:X}", pair[0], pair[1]);
+        }
+        confirmed
+    }
+
+    /// The same where PostgreSQL crashes: the slot may then forget what it had not saved yet.
+    pub fn check_across_crashes(self, committed: &Committed, messages: &[Message]) -> Vec<u64> {
         super::eventually("ten samples are taken", || {
             (self.taken.load(Ordering::Relaxed) >= 10).then_some(())
         });
@@ -313,27 +372,25 @@ impl Sampler {
                 .and_modify(|p: &mut (usize, i64)| *p = (*p).min(place))
                 .or_insert(place);
         }
-        let mut last_confirmed = 0;
+        let mut events = committed.events.iter().peekable();
+        let mut needed: Vec<(i64, &str)> = Vec::new();
+        let mut last_persisted = 0;
         for sample in &samples {
-            assert!(
-                sample.confirmed <= sample.persisted,
-                "confirmed {:X} > persisted {:X}",
-                sample.confirmed,
-                sample.persisted
-            );
-            assert!(sample.confirmed >= last_confirmed, "the slot went back to {:X}", sample.confirmed);
-            last_confirmed = sample.confirmed;
-            for event in committed.events.iter().filter(|e| e.end_lsn <= sample.persisted) {
+            let (confirmed, persisted) = (sample.confirmed, sample.persisted);
+            assert!(confirmed <= persisted, "confirmed {confirmed:X} > persisted {persisted:X}");
+            assert!(persisted >= last_persisted, "the position went back to {persisted:X}");
+            last_persisted = persisted;
+            // For each partition the greatest offset that an event at or below the position has.
+            while let Some(event) = events.next_if(|e| e.end_lsn <= persisted) {
                 let (partition, offset) = first[&event.id];
-                assert!(
-                    offset < sample.ends[partition],
-                    "position {:X} was persisted before event {} (commit end {:X}) was in the topic",
-                    sample.persisted,
-                    event.id,
-                    event.end_lsn
-                );
+                needed.resize(needed.len().max(partition + 1), (-1, ""));
+                needed[partition] = needed[partition].max((offset, &event.id));
+            }
+            for ((offset, id), end) in needed.iter().zip(&sample.ends) {
+                assert!(offset < end, "{persisted:X} was persisted before event {id} was in the topic");
             }
         }
+        samples.iter().map(|s| s.confirmed).collect()
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
@@ -69,12 +69,36 @@ impl Topic {
         let _ = futures_lite(admin(&self.brokers).delete_topics(&[&self.name], &AdminOptions::new()));
     }
 
+    /// Adds partitions.
+    pub fn grow(&mut self, partitions: i32) {
+        let more = NewPartitions::new(&self.name, partitions as usize);
+        let made = futures_lite(admin(&self.brokers).create_partitions([&more], &AdminOptions::new()));
+        made.unwrap().into_iter().for_each(|result| drop(result.unwrap()));
+        self.partitions = partitions;
+        super::eventually("the topic has grown", || {
+            let consumer: BaseConsumer = consumer(&self.brokers);
+            let metadata = consumer.fetch_metadata(Some(&self.name), Duration::from_secs(5)).ok()?;
+            (metadata.topics()[0].partitions().len() == partitions as usize).then_some(())
+        });
+    }
+
+    pub fn exists(&self) -> bool {
+        let consumer: BaseConsumer = consumer(&self.brokers);
+        let metadata = consumer.fetch_metadata(Some(&self.name), Duration::from_secs(5));
+        metadata.is_ok_and(|m| m.topics().iter().any(|t| t.name() == self.name && !t.partitions().is_empty()))
+    }
+
     /// The offset after the last message of each partition.
     pub fn ends(&self) -> Vec<i64> {
         let consumer: BaseConsumer = consumer(&self.brokers);
         let ends = (0..self.partitions)
             .map(|p| consumer.fetch_watermarks(&self.name, p, Duration::from_secs(20)).unwrap().1);
         ends.collect()
+    }
+
+    /// How many messages are in the topic.
+    pub fn count(&self) -> i64 {
+        self.ends().iter().sum()
     }
 
     /// Everything that is in the topic now.

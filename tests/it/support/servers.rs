@@ -126,6 +126,11 @@ impl Postgres {
         })
     }
 
+    /// Where the programs of version 18.6 are.
+    pub fn programs() -> PathBuf {
+        PathBuf::from(must("postgres.sh", &["fetch", "18.6"])).join("bin")
+    }
+
     pub fn log(&self) -> String {
         let mut path = self.data.clone().into_os_string();
         path.push(".log");
