@@ -164,7 +164,7 @@ impl Bed {
     pub fn inventory(&mut self) -> Vec<String> {
         let made = "SELECT 'publication ' || pubname || ' ' || oid || ' ' || xmin FROM pg_publication
             UNION ALL SELECT 'slot ' || slot_name || ' ' || coalesce(plugin, '') || ' ' || coalesce(confirmed_flush_lsn::text, '')
-                      FROM pg_replication_slots WHERE database = current_database() OR slot_name = $1
+                      FROM pg_replication_slots WHERE database = current_database() OR slot_name::text = $1
             UNION ALL SELECT 'relation ' || oid::regclass || ' ' || oid FROM pg_class WHERE relnamespace = to_regnamespace('outbox_tailer')
             UNION ALL SELECT 'schema ' || nspname FROM pg_namespace WHERE nspname = 'outbox_tailer' ORDER BY 1";
         let mut all: Vec<String> =
