@@ -155,7 +155,9 @@ fn bad_configuration_is_refused_before_any_connection() {
     let mut cases: Vec<(&str, &str, &[&str])> = vec![
         ("postgres", "publicaton = 'x'", &["publicaton", "did you mean `publication`"]),
         ("postgres", "tls_mode = 'verify_full'", &["verify_full", "verify-full"]),
-        ("postgres", "connect_timeout_ms = 'soon'", &["connect_timeout_ms"]),
+        ("postgres", "connect_timeout_ms = 'soon'", &["postgres.connect_timeout_ms", "soon"]),
+        ("worker", "window_bytes = -1", &["worker.window_bytes"]),
+        ("postgres", "password = 1", &["postgres.password", "text in quotes"]),
         ("postgres", "tls_certificate_file = '/x'", &["tls_certificate_file", "tls_key_file"]),
         ("kafka", "broker = 'x'", &["broker", "did you mean `brokers`"]),
         ("properties", "acks = 1", &["acks is fixed"]),
@@ -464,6 +466,9 @@ fn c28_no_secret_is_printed() {
     runs(&mut bed, "a misspelt key", 2, &["init"]);
     bed.settings.postgres = format!("password = ['{}']", SECRETS[1]);
     runs(&mut bed, "a password of another type", 2, &["init"]);
+    bed.settings.postgres = "password = 2718281828".to_owned();
+    bed.write_config();
+    assert!(!bed.mistakes(&["init"], &["password"]).line().contains("2718281828"));
     bed.settings.postgres = format!("password = '{}", SECRETS[1]);
     runs(&mut bed, "a password whose quote is open", 2, &["init"]);
     bed.settings.postgres.clear();
