@@ -629,7 +629,12 @@ impl Init<'_> {
             );
         }
         if !self.args.dry_run && !self.was_completed().await? {
-            // Killed between the slot and this record.
+            // Killed between the slot and this record, perhaps before the slot was marked.
+            if self.wants_failover() {
+                let mut replication =
+                    source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
+                replication.query("does not mark the slot for failover", &self.failover_command()).await?;
+            }
             position::audit(&self.sql.client, self.slot_name(), "init-done", &json!({})).await?;
         }
         Ok(())
@@ -842,8 +847,9 @@ async fn blocked(
 }
 
 async fn old_transactions(client: &Client) -> Result<String> {
-    let sql = "SELECT 'PID ' || pid || ' (' || coalesce(usename, '') || ', ' || coalesce(state, '') || ', open for '
-                      || date_trunc('second', clock_timestamp() - xact_start) || ')'
+    // A role without pg_read_all_stats sees of others that they are there, and nothing else.
+    let sql = "SELECT 'PID ' || pid || coalesce(' (' || usename || ', ' || state || ', open for '
+                      || date_trunc('second', clock_timestamp() - xact_start) || ')', '')
                FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
                UNION ALL
                SELECT 'prepared transaction ' || quote_literal(gid) || ' (of ' || prepared || ')' FROM pg_prepared_xacts";
