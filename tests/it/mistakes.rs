@@ -7,6 +7,7 @@ use std::sync::Arc;
 use postgres::NoTls;
 
 use crate::support::bed::{Bed, OUTBOX};
+use crate::support::interceptor::Interceptor;
 use crate::support::oracle::Topic;
 use crate::support::servers::{self, Kafka, Postgres, shared_kafka};
 use crate::support::worker::{Ended, Worker, run_in};
@@ -30,6 +31,7 @@ tests![
     c66_a_slot_of_another_kind_is_left_alone,
     c71_passwords_of_any_characters_log_in,
     c72_tls_modes_mean_what_they_mean_in_libpq,
+    scram_is_bound_to_the_tls_channel,
     c75_a_missing_topic_is_waited_for,
     an_unreachable_server_is_waited_for,
     an_unreachable_broker_is_waited_for,
@@ -574,19 +576,24 @@ impl Authority {
     }
 }
 
-fn c72_tls_modes_mean_what_they_mean_in_libpq() {
-    let folder = servers::folder("certificates");
-    let (right, wrong) = (Authority::new(&folder, "right"), Authority::new(&folder, "wrong"));
+/// A server with TLS and passwords, whose certificate is for `localhost`.
+fn server_with_tls(authority: &Authority) -> Postgres {
+    use std::os::unix::fs::PermissionsExt as _;
     let server = server_with_passwords("17", &["ssl=on"]);
-    let (certificate, key) = right.certify("localhost");
+    let (certificate, key) = authority.certify("localhost");
     for (name, text) in [("server.crt", certificate), ("server.key", key)] {
-        use std::os::unix::fs::PermissionsExt as _;
         let path = server.data.join(name);
         std::fs::write(&path, text).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
     }
     server.start_again();
-    let mut bed = Bed::on(Arc::new(server), shared_kafka());
+    server
+}
+
+fn c72_tls_modes_mean_what_they_mean_in_libpq() {
+    let folder = servers::folder("certificates");
+    let (right, wrong) = (Authority::new(&folder, "right"), Authority::new(&folder, "wrong"));
+    let mut bed = Bed::on(Arc::new(server_with_tls(&right)), shared_kafka());
     let user = owner_with_password(&mut bed, PASSWORD);
     let (port, database) = (bed.postgres.port, bed.database.clone());
     let set = |bed: &mut Bed, mode: &str, ca: Option<&Authority>, host: &str| {
@@ -623,8 +630,7 @@ fn c72_tls_modes_mean_what_they_mean_in_libpq() {
             bed.mistakes(&["init"], &[host, "certificate"]);
         }
     }
-    // Both sessions of a running worker obey the same setting. (Logs in by SCRAM, with channel
-    // binding where there is TLS: the server offers it then, and tokio-postgres prefers it.)
+    // Both sessions of a running worker obey the same setting.
     for (mode, ca, encrypted) in [
         ("disable", None, false),
         ("prefer", None, true),
@@ -663,6 +669,41 @@ fn c72_tls_modes_mean_what_they_mean_in_libpq() {
     });
     set(&mut bed, "require", None, "localhost");
     assert_eq!(bed.run(&["init"]).code, Some(0));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+/// Without a CA file nothing but the channel binding of SCRAM tells a man in the middle.
+fn scram_is_bound_to_the_tls_channel() {
+    let folder = servers::folder("certificates");
+    let (right, wrong) = (Authority::new(&folder, "right"), Authority::new(&folder, "wrong"));
+    let mut bed = Bed::on(Arc::new(server_with_tls(&right)), shared_kafka());
+    let user = owner_with_password(&mut bed, PASSWORD);
+    let database = bed.database.clone();
+    bed.settings.postgres = "tls_mode = 'require'".to_owned();
+    let mut intercepted = |user: &str, connection| {
+        let interceptor = Interceptor {
+            server_port: bed.postgres.port,
+            authority: std::fs::read_to_string(&right.file).unwrap(),
+            shown: wrong.certify("localhost"),
+            connection,
+        };
+        let port = interceptor.start();
+        bed.settings.url =
+            format!("postgres://{user}:{}@localhost:{port}/{database}", percent_encoded(PASSWORD));
+        bed.write_config();
+        bed.run(&["init"])
+    };
+    // It does work as one: where the server asks for no password, nobody notices.
+    let trusted = intercepted("postgres", None);
+    assert_eq!(trusted.code, Some(0), "{}", trusted.stderr);
+    // The SQL session comes first, the replication session second.
+    for connection in [0, 1] {
+        let ended = intercepted(&user, Some(connection));
+        assert_eq!(ended.code, Some(2), "connection {connection}: {ended:#?}");
+        assert!(ended.line().contains("channel binding"), "{}", ended.line());
+    }
+    let untouched = intercepted(&user, Some(usize::MAX));
+    assert_eq!(untouched.code, Some(0), "{}", untouched.stderr);
     let _ = std::fs::remove_dir_all(folder);
 }
 
