@@ -496,8 +496,8 @@ impl Init<'_> {
                 }
             };
             if let Some(why) = give_up {
-                // It waits for a transaction and would not notice that we are gone.
-                let end = "SELECT pg_terminate_backend($1)";
+                // It waits for a transaction and would not notice that we are gone; its slot goes with it.
+                let end = "SELECT pg_terminate_backend($1, 5000)";
                 self.sql
                     .client
                     .execute(end, &[&walsender])
