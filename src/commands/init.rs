@@ -43,6 +43,9 @@ mod migrations {
 pub async fn init(config: &Config, args: &InitArgs) -> Result<()> {
     let sql = postgres::connect(&config.postgres).await?;
     let mut init = Init { config, args, sql };
+    if !args.dry_run {
+        init.wait_for_others().await?;
+    }
     init.preconditions().await?;
     if args.sample {
         init.migrate_sample().await?;
@@ -106,6 +109,28 @@ impl Init<'_> {
 
     async fn describe(&self) -> Result<Descriptor> {
         position::describe(&self.sql.client, self.config).await
+    }
+
+    /// Two at once would take each other's halves for somebody's leavings. The lock goes with the
+    /// session.
+    async fn wait_for_others(&self) -> Result<()> {
+        let deadline = self.deadline();
+        let mut told = false;
+        loop {
+            let sql = "SELECT pg_try_advisory_lock(hashtextextended('outbox-tailer init', 0))";
+            let row = self.sql.client.query_one(sql, &[]).await;
+            if row.map_err(|e| sql_error("cannot lock out another init", e))?.get(0) {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(Error::wait("another `outbox-tailer init` is at work in this database"));
+            }
+            if !told {
+                eprintln!("waiting for another `outbox-tailer init` in this database");
+                told = true;
+            }
+            sleep(Duration::from_millis(200)).await;
+        }
     }
 
     /// Everything that would make a later step fail, in one message.
