@@ -756,12 +756,15 @@ impl Init<'_> {
             .query_opt(sql, &[&oid])
             .await
             .map_err(|e| sql_error("cannot read the catalogs", e))?;
-        let found = found.ok_or_else(|| Error::mistake(format!("table {name} does not exist any more")))?;
-        let table = format!("{}.{}", escape_identifier(found.get(0)), escape_identifier(found.get(1)));
-        let lock = format!(
+        // A table that was dropped has left the publication, and nobody writes to it.
+        let table = found
+            .map(|found| format!("{}.{}", escape_identifier(found.get(0)), escape_identifier(found.get(1))));
+        let lock = table.as_ref().map_or("SET LOCAL statement_timeout = 0".to_owned(), |table| format!(
             "SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; LOCK TABLE {table} IN SHARE ROW EXCLUSIVE MODE"
-        );
-        let alter = format!("ALTER PUBLICATION {} DROP TABLE {table}", escape_identifier(&publication));
+        ));
+        let alter = table.as_ref().map_or(String::new(), |table| {
+            format!("ALTER PUBLICATION {} DROP TABLE {table}", escape_identifier(&publication))
+        });
         if self.args.dry_run {
             println!("BEGIN;\n{lock};\n{alter};\n-- the new description\nCOMMIT;");
             return Ok(());
@@ -780,6 +783,11 @@ impl Init<'_> {
             _ => failed(e),
         })?;
         let left: i64 = left.get(0);
+        if left > 0 && table.is_none() {
+            return Err(Error::mistake(format!(
+                "table {name} was dropped, and {left} of its events are not published yet, nor can they be: once they are taken care of, and what else is not streamed yet, run `outbox-tailer init --start-over --from-now`"
+            )));
+        }
         if left > 0 {
             return Err(Error::mistake(format!(
                 "table {name} is to be removed, and {left} of its events are not published yet: start the worker with the old configuration until it has caught up"
@@ -791,7 +799,7 @@ impl Init<'_> {
         descriptor.leaves.retain(|leaf, _| !leaf.starts_with(&format!("{name}/")));
         store_descriptor(&transaction, &slot, &descriptor, "remove-table", &json!({ "table": name })).await?;
         transaction.commit().await.map_err(failed)?;
-        println!("removed {table} from publication {publication}");
+        println!("removed {} from publication {publication}", table.as_deref().unwrap_or(name));
         Ok(())
     }
 
