@@ -21,6 +21,7 @@ tests![
     c48_a_publication_for_all_tables_is_accepted_with_a_note,
     rows_that_exist_are_refused_or_recorded_and_never_published,
     init_killed_at_any_moment_can_be_run_again,
+    several_inits_at_once_do_not_disturb_each_other,
     init_killed_before_it_marked_the_slot_for_failover_makes_up_for_it,
     an_open_writer_of_the_outbox_is_waited_for_and_named,
     c67_an_open_transaction_elsewhere_is_waited_for_and_named,
@@ -29,6 +30,7 @@ tests![
     a_slot_made_by_others_is_taken_over_only_when_asked,
     a_table_is_added_without_losing_what_is_committed_meanwhile,
     a_table_is_removed_once_its_events_are_delivered,
+    a_table_that_was_dropped_can_be_removed,
     a_least_privileged_role_runs_the_worker,
     a_newer_schema_version_is_refused,
     postgresql_14_works,
@@ -290,6 +292,31 @@ fn init_killed_at_any_moment_can_be_run_again() {
     }
 }
 
+/// Two replicas of a deployment that start together, each with `init` before `run`.
+fn several_inits_at_once_do_not_disturb_each_other() {
+    for round in 0..5 {
+        let mut bed = Bed::new();
+        let inits: Vec<Child> = (0..3).map(|_| worker::spawn(&bed.config, &["init"])).collect();
+        for init in inits {
+            let output = init.wait_with_output().unwrap();
+            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+            assert_eq!(
+                output.status.code(),
+                Some(0),
+                "round {round}: {}{}",
+                text(&output.stdout),
+                text(&output.stderr)
+            );
+        }
+        bed.observe();
+        let mut worker = bed.streaming();
+        bed.insert(1, 1);
+        bed.arrived();
+        bed.confirmed();
+        worker.stop();
+    }
+}
+
 fn init_killed_before_it_marked_the_slot_for_failover_makes_up_for_it() {
     let mut bed = Bed::new();
     bed.init();
@@ -548,6 +575,39 @@ fn a_table_is_removed_once_its_events_are_delivered() {
     insert_extra(&mut bed.client, 2);
     bed.insert(1, 1);
     assert_eq!(bed.arrived().0.len(), 2);
+    worker.stop();
+}
+
+fn a_table_that_was_dropped_can_be_removed() {
+    let mut bed = bed_with_extra();
+    configure(&mut bed, &["outbox_event", "extra"]);
+    assert_eq!(bed.run(&["init"]).code, Some(0));
+    insert_extra(&mut bed.client, 1);
+    bed.sql("DROP TABLE extra");
+    configure(&mut bed, &["outbox_event"]);
+    // Its event is still in the slot.
+    bed.mistakes(
+        &["init"],
+        &["table public.extra was dropped", "1 of its events are not published yet", "--start-over"],
+    );
+    // Nobody can publish it any more, except by a decision: going on behind it.
+    let again = bed.run(&["init", "--start-over", "--from-now"]);
+    assert_eq!(again.code, Some(0), "{}", again.stderr);
+    let mut worker = bed.streaming();
+    bed.insert(1, 1);
+    bed.topic.wait_for_count(1);
+    worker.stop();
+
+    let mut bed = bed_with_extra();
+    configure(&mut bed, &["outbox_event", "extra"]);
+    assert_eq!(bed.run(&["init"]).code, Some(0));
+    bed.sql("DROP TABLE extra");
+    configure(&mut bed, &["outbox_event"]);
+    let removed = bed.run(&["init"]);
+    assert_eq!(removed.code, Some(0), "{}", removed.stderr);
+    let mut worker = bed.streaming();
+    bed.insert(1, 1);
+    bed.arrived();
     worker.stop();
 }
 
