@@ -15,9 +15,18 @@ use crate::relay::outbox::ColumnName;
 use crate::relay::router::{ID_HEADER, Timestamp};
 
 /// Text that is never printed.
-#[derive(Clone, PartialEq, Eq, Deserialize)]
-#[serde(transparent)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
+
+impl<'de> Deserialize<'de> for Secret {
+    /// Serde's own message would quote a number that stands where a text is wanted.
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        match toml::Value::deserialize(from)? {
+            toml::Value::String(text) => Ok(Secret(text)),
+            _ => Err(serde::de::Error::custom("a password must be a text in quotes")),
+        }
+    }
+}
 
 impl Secret {
     pub fn reveal(&self) -> &str {
@@ -372,8 +381,13 @@ pub fn load(
     if flags.exit_on_refusal {
         set(&mut table, "worker", "exit_on_refusal", toml::Value::Boolean(true));
     }
-    let raw =
-        Raw::deserialize(table).map_err(|e| Error::mistake(format!("{place}: {}", nearest(e.message()))))?;
+    let raw = Raw::deserialize(table).map_err(|e: toml::de::Error| {
+        // The last line of its text names the key.
+        let text = e.to_string();
+        let key = text.lines().find_map(|line| line.strip_prefix("in ")).unwrap_or_default();
+        let key = if key.is_empty() { String::new() } else { format!(" in {key}") };
+        Error::mistake(format!("{place}{key}: {}", nearest(e.message())))
+    })?;
     validate(raw)
 }
 

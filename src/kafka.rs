@@ -260,7 +260,10 @@ pub struct Preflight {
 /// # Errors
 /// A wait when no broker answers, a topic is missing or may not be seen; a mistake for a property
 /// that librdkafka refuses.
-pub async fn preflight(kafka: &Kafka, topics: Vec<String>) -> Result<Preflight> {
+pub async fn preflight(kafka: &Kafka, mut topics: Vec<String>) -> Result<Preflight> {
+    // Tables may share a topic; brokers refuse a request that names one twice.
+    topics.sort_unstable();
+    topics.dedup();
     let mut config = client_config(kafka)?;
     for (name, value) in &kafka.properties {
         config.set(name, value);

@@ -43,6 +43,9 @@ mod migrations {
 pub async fn init(config: &Config, args: &InitArgs) -> Result<()> {
     let sql = postgres::connect(&config.postgres).await?;
     let mut init = Init { config, args, sql };
+    if !args.dry_run {
+        init.wait_for_others().await?;
+    }
     init.preconditions().await?;
     if args.sample {
         init.migrate_sample().await?;
@@ -106,6 +109,28 @@ impl Init<'_> {
 
     async fn describe(&self) -> Result<Descriptor> {
         position::describe(&self.sql.client, self.config).await
+    }
+
+    /// Two at once would take each other's halves for somebody's leavings. The lock goes with the
+    /// session.
+    async fn wait_for_others(&self) -> Result<()> {
+        let deadline = self.deadline();
+        let mut told = false;
+        loop {
+            let sql = "SELECT pg_try_advisory_lock(hashtextextended('outbox-tailer init', 0))";
+            let row = self.sql.client.query_one(sql, &[]).await;
+            if row.map_err(|e| sql_error("cannot lock out another init", e))?.get(0) {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(Error::wait("another `outbox-tailer init` is at work in this database"));
+            }
+            if !told {
+                eprintln!("waiting for another `outbox-tailer init` in this database");
+                told = true;
+            }
+            sleep(Duration::from_millis(200)).await;
+        }
     }
 
     /// Everything that would make a later step fail, in one message.
@@ -497,8 +522,8 @@ impl Init<'_> {
                 }
             };
             if let Some(why) = give_up {
-                // It waits for a transaction and would not notice that we are gone.
-                let end = "SELECT pg_terminate_backend($1)";
+                // It waits for a transaction and would not notice that we are gone; its slot goes with it.
+                let end = "SELECT pg_terminate_backend($1, 5000)";
                 self.sql
                     .client
                     .execute(end, &[&walsender])
@@ -630,7 +655,12 @@ impl Init<'_> {
             );
         }
         if !self.args.dry_run && !self.was_completed().await? {
-            // Killed between the slot and this record.
+            // Killed between the slot and this record, perhaps before the slot was marked.
+            if self.wants_failover() {
+                let mut replication =
+                    source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
+                replication.query("does not mark the slot for failover", &self.failover_command()).await?;
+            }
             position::audit(&self.sql.client, self.slot_name(), "init-done", &json!({})).await?;
         }
         Ok(())
@@ -727,12 +757,15 @@ impl Init<'_> {
             .query_opt(sql, &[&oid])
             .await
             .map_err(|e| sql_error("cannot read the catalogs", e))?;
-        let found = found.ok_or_else(|| Error::mistake(format!("table {name} does not exist any more")))?;
-        let table = format!("{}.{}", escape_identifier(found.get(0)), escape_identifier(found.get(1)));
-        let lock = format!(
+        // A table that was dropped has left the publication, and nobody writes to it.
+        let table = found
+            .map(|found| format!("{}.{}", escape_identifier(found.get(0)), escape_identifier(found.get(1))));
+        let lock = table.as_ref().map_or("SET LOCAL statement_timeout = 0".to_owned(), |table| format!(
             "SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; LOCK TABLE {table} IN SHARE ROW EXCLUSIVE MODE"
-        );
-        let alter = format!("ALTER PUBLICATION {} DROP TABLE {table}", escape_identifier(&publication));
+        ));
+        let alter = table.as_ref().map_or(String::new(), |table| {
+            format!("ALTER PUBLICATION {} DROP TABLE {table}", escape_identifier(&publication))
+        });
         if self.args.dry_run {
             println!("BEGIN;\n{lock};\n{alter};\n-- the new description\nCOMMIT;");
             return Ok(());
@@ -751,6 +784,11 @@ impl Init<'_> {
             _ => failed(e),
         })?;
         let left: i64 = left.get(0);
+        if left > 0 && table.is_none() {
+            return Err(Error::mistake(format!(
+                "table {name} was dropped, and {left} of its events are not published yet, nor can they be: once they are taken care of, and what else is not streamed yet, run `outbox-tailer init --start-over --from-now`"
+            )));
+        }
         if left > 0 {
             return Err(Error::mistake(format!(
                 "table {name} is to be removed, and {left} of its events are not published yet: start the worker with the old configuration until it has caught up"
@@ -762,7 +800,7 @@ impl Init<'_> {
         descriptor.leaves.retain(|leaf, _| !leaf.starts_with(&format!("{name}/")));
         store_descriptor(&transaction, &slot, &descriptor, "remove-table", &json!({ "table": name })).await?;
         transaction.commit().await.map_err(failed)?;
-        println!("removed {table} from publication {publication}");
+        println!("removed {} from publication {publication}", table.as_deref().unwrap_or(name));
         Ok(())
     }
 
@@ -843,8 +881,9 @@ async fn blocked(
 }
 
 async fn old_transactions(client: &Client) -> Result<String> {
-    let sql = "SELECT 'PID ' || pid || ' (' || coalesce(usename, '') || ', ' || coalesce(state, '') || ', open for '
-                      || date_trunc('second', clock_timestamp() - xact_start) || ')'
+    // A role without pg_read_all_stats sees of others that they are there, and nothing else.
+    let sql = "SELECT 'PID ' || pid || coalesce(' (' || usename || ', ' || state || ', open for '
+                      || date_trunc('second', clock_timestamp() - xact_start) || ')', '')
                FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
                UNION ALL
                SELECT 'prepared transaction ' || quote_literal(gid) || ' (of ' || prepared || ')' FROM pg_prepared_xacts";

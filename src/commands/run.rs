@@ -149,6 +149,7 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Option<Held>) -> Result<Se
     }
     let accepted = check_publication(&sql, config, row.descriptor.clone(), &row.publication).await?;
     check_columns(&sql.client, &config.tables).await?;
+    let skips = position::skips(&sql.client, slot_name).await?;
 
     let kafka = kafka::preflight(&config.kafka, topics).await?;
     let placement = kafka::check_placement(row.kafka_cluster.as_deref(), &row.partitions, &kafka)?;
@@ -158,7 +159,7 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Option<Held>) -> Result<Se
     }
     let producer = Producer::new(&config.kafka, &config.worker, &kafka.topics)?;
     let tables = tables(config, &accepted, &kafka, &placement, producer.max_message_bytes)?;
-    let relay = Relay::new(tables, position::skips(&sql.client, slot_name).await?);
+    let relay = Relay::new(tables, skips);
 
     let sender_timeout = replication.wal_sender_timeout().await?;
     let stream = replication.start(slot_name, &config.postgres.publication, start.from).await?;
@@ -361,7 +362,8 @@ async fn decision(
 ) -> Result<(i64, bool)> {
     let sql = postgres::connect(&config.postgres).await?;
     let last = position::last_decision(&sql.client, &config.postgres.slot, seen.unwrap_or(i64::MAX)).await?;
-    if !*told {
+    // A row that a newer version has made is not for us to write.
+    if !*told && refusal != Refusal::Schema {
         let record = position::refusal_record(refusal, error);
         position::record_refusal(&sql.client, &config.postgres.slot, &record).await?;
         *told = true;

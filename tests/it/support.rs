@@ -1,6 +1,7 @@
 //! Servers, the worker as a process, the oracle, and a bed that puts them together.
 
 pub mod bed;
+pub mod interceptor;
 pub mod oracle;
 pub mod servers;
 pub mod worker;

@@ -172,6 +172,36 @@ impl Bed {
         self.client.query_one(sql, &[]).unwrap_or_else(|e| panic!("{sql}: {e:?}")).get(0)
     }
 
+    /// Publications, slots and the worker's own tables with their rows: what a mistake leaves alone.
+    pub fn inventory(&mut self) -> Vec<String> {
+        let made = "SELECT 'publication ' || pubname || ' ' || oid || ' ' || xmin FROM pg_publication
+            UNION ALL SELECT 'slot ' || slot_name || ' ' || coalesce(plugin, '') || ' ' || coalesce(confirmed_flush_lsn::text, '')
+                      FROM pg_replication_slots WHERE database = current_database() OR slot_name::text = $1
+            UNION ALL SELECT 'relation ' || oid::regclass || ' ' || oid FROM pg_class WHERE relnamespace = to_regnamespace('outbox_tailer')
+            UNION ALL SELECT 'schema ' || nspname FROM pg_namespace WHERE nspname = 'outbox_tailer' ORDER BY 1";
+        let mut all: Vec<String> =
+            self.client.query(made, &[&self.slot]).unwrap().iter().map(|r| r.get(0)).collect();
+        if self.value("SELECT to_regclass('outbox_tailer.audit') IS NOT NULL") {
+            let rows = "SELECT p::text FROM outbox_tailer.position p UNION ALL SELECT a::text FROM outbox_tailer.audit a
+                        UNION ALL SELECT n::text FROM outbox_tailer.not_streamed n ORDER BY 1";
+            all.extend(self.client.query(rows, &[]).unwrap().iter().map(|r| r.get::<_, String>(0)));
+        }
+        all
+    }
+
+    /// The command prints one line that says all this, ends with exit code 2 and has changed nothing.
+    pub fn mistakes(&mut self, arguments: &[&str], says: &[&str]) -> Ended {
+        let before = self.inventory();
+        let ended = self.run(&[&["--log", "error"], arguments].concat());
+        assert_eq!(ended.code, Some(2), "{arguments:?}: {ended:#?}");
+        assert_eq!(ended.stderr.lines().count(), 1, "{arguments:?}: {}", ended.stderr);
+        for text in says {
+            assert!(ended.line().contains(text), "{arguments:?} does not say {text:?}: {}", ended.line());
+        }
+        assert_eq!(self.inventory(), before, "{arguments:?} changed something");
+        ended
+    }
+
     /// Inserts events of one key in one transaction, going on from its last revision.
     pub fn insert(&mut self, key: i64, events: i64) {
         let sql = "INSERT INTO outbox_event (order_id, revision, event_type, payload)

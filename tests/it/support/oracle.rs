@@ -108,6 +108,18 @@ impl Topic {
         reader.messages
     }
 
+    /// Waits until so many messages are there, and gives everything read, by partition and offset.
+    pub fn wait_for_count(&self, count: usize) -> Vec<Message> {
+        let mut reader = Reader::new(self);
+        super::eventually(&format!("{count} messages are in {}", self.name), || {
+            reader.poll();
+            (reader.messages.len() >= count).then_some(())
+        });
+        reader.read_to(&self.ends());
+        reader.messages.sort_by_key(|m| (m.partition, m.offset));
+        reader.messages
+    }
+
     /// Waits until every id is there, and gives everything read.
     pub fn wait_for<'a>(&self, ids: impl IntoIterator<Item = &'a String>) -> Vec<Message> {
         self.wait_for_within(ids, Duration::from_secs(120))

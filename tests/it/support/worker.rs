@@ -39,12 +39,38 @@ fn program(config: &Path, arguments: &[&str]) -> Command {
 
 /// Runs a command to its end.
 pub fn run(config: &Path, arguments: &[&str]) -> Ended {
-    let output = program(config, arguments).output().unwrap();
+    end(&mut program(config, arguments))
+}
+
+/// Runs a command that finds its settings in the environment, with no configuration file.
+pub fn run_in(environment: &[(&str, &str)], arguments: &[&str]) -> Ended {
+    let mut command = Command::new(PROGRAM);
+    end(command.env_clear().envs(environment.iter().copied()).args(arguments).stdin(Stdio::null()))
+}
+
+/// A command that should end and does not, fails the test instead of holding it up.
+fn end(command: &mut Command) -> Ended {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let pid = child.id().to_string();
+    let (ended, watched) = std::sync::mpsc::channel::<()>();
+    let watchdog = std::thread::spawn(move || {
+        if watched.recv_timeout(Duration::from_secs(120)) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            let _ = Command::new("kill").args(["-s", "KILL", &pid]).status();
+        }
+    });
+    let output = child.wait_with_output().unwrap();
+    drop(ended);
+    watchdog.join().unwrap();
     Ended {
         code: output.status.code(),
         stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
         stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
     }
+}
+
+/// Starts a command that the test will disturb.
+pub fn spawn(config: &Path, arguments: &[&str]) -> Child {
+    program(config, arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
 /// A running worker (`run`, with its log as JSON); killed when dropped.
