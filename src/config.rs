@@ -104,6 +104,8 @@ pub struct Kafka {
     pub brokers: String,
     /// librdkafka properties given by the operator, without those the promise rests on.
     pub properties: BTreeMap<String, String>,
+    /// Whether the brokers can tell their limits; librdkafka's mock broker cannot.
+    pub knows_limits: bool,
     sasl_password: Option<Secret>,
     sasl_password_file: Option<PathBuf>,
 }
@@ -697,6 +699,7 @@ fn kafka(raw: RawKafka) -> Result<Kafka> {
     Ok(Kafka {
         brokers,
         properties,
+        knows_limits: true,
         sasl_password: raw.sasl_password,
         sasl_password_file: raw.sasl_password_file,
     })

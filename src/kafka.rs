@@ -22,6 +22,8 @@ use crate::relay::router::{ID_HEADER, Record};
 
 /// How long one question to the brokers may take.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
+/// All of them, with the client's set-up and end.
+const PREFLIGHT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One session's producer. After a failed delivery it is dropped with everything in it and a new
 /// one starts from the persisted position: a message is never sent again alone.
@@ -278,10 +280,17 @@ pub async fn preflight(kafka: &Kafka, mut topics: Vec<String>) -> Result<Preflig
             asking.create_with_context(Said(Arc::clone(&said))).map_err(property_error)?;
         ask(&client, &brokers, &names, &said)
     });
-    let (cluster, partitions) = asked.await.map_err(|e| Error::bug("the Kafka preflight").because(e))??;
-    let admin = config.create().map_err(property_error)?;
-    let limits = describe(&admin, &topics).await;
-    tokio::task::spawn_blocking(move || drop(admin));
+    let hangs = |_| Error::wait(format!("no answer from Kafka at {}", kafka.brokers));
+    let asked = tokio::time::timeout(PREFLIGHT_TIMEOUT, asked).await.map_err(hangs)?;
+    let (cluster, partitions) = asked.map_err(|e| Error::bug("the Kafka preflight").because(e))??;
+    let limits = if kafka.knows_limits {
+        let admin = config.create().map_err(property_error)?;
+        let limits = describe(&admin, &topics).await;
+        tokio::task::spawn_blocking(move || drop(admin));
+        limits?
+    } else {
+        BTreeMap::new()
+    };
     let topics = partitions
         .into_iter()
         .map(|(name, partitions)| {
@@ -339,24 +348,28 @@ fn ask(
     Ok((cluster, partitions))
 }
 
-/// `max.message.bytes` of each topic; describing configurations may be denied, then it is unknown.
-async fn describe(admin: &AdminClient<DefaultClientContext>, topics: &[String]) -> BTreeMap<String, usize> {
+/// `max.message.bytes` of each topic; unknown where describing configurations is denied.
+///
+/// # Errors
+/// A wait when the broker does not answer: without the limits a batch of small records could be
+/// larger than the topic takes.
+async fn describe(
+    admin: &AdminClient<DefaultClientContext>,
+    topics: &[String],
+) -> Result<BTreeMap<String, usize>> {
     let resources: Vec<ResourceSpecifier<'_>> = topics.iter().map(|t| ResourceSpecifier::Topic(t)).collect();
     let options = AdminOptions::new().request_timeout(Some(ASK_TIMEOUT));
-    let described = admin.describe_configs(&resources, &options).await;
-    let mut limits = BTreeMap::new();
+    let failed = |e| Error::wait("Kafka does not tell the topics' size limits").because(e);
+    let described = admin.describe_configs(&resources, &options).await.map_err(failed)?;
     let limit = |resource: &ConfigResource| resource.get("max.message.bytes")?.value.as_ref()?.parse().ok();
-    let results = described.unwrap_or_else(|e| {
-        tracing::warn!(error = %e, "cannot read the topics' size limits");
-        Vec::new()
-    });
-    for (topic, result) in topics.iter().zip(results) {
+    let mut limits = BTreeMap::new();
+    for (topic, result) in topics.iter().zip(described) {
         match result {
             Ok(resource) => drop(limit(&resource).map(|limit| limits.insert(topic.clone(), limit))),
             Err(e) => tracing::warn!(topic, error = %e, "cannot read the topic's size limit"),
         }
     }
-    limits
+    Ok(limits)
 }
 
 fn property_error(e: KafkaError) -> Error {

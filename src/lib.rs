@@ -34,6 +34,7 @@
 - [`postgres`], [`tls`], [`config`], [`cli`], [`error`]: what all of them stand on.
 "
 )]
+#![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
 pub mod relay;
 

@@ -160,12 +160,14 @@ pub async fn record_kafka(
     Ok(())
 }
 
-/// Leaves word of a refusal in the row, where operators and commands find it.
+/// Leaves word of a refusal in the row, where operators and commands find it; not while another
+/// worker streams, whose row it is.
 ///
 /// # Errors
 /// By SQLSTATE.
 pub async fn record_refusal(client: &Client, slot: &str, refusal: &Value) -> Result<()> {
-    let sql = "UPDATE outbox_tailer.position SET refusal = $2, updated_at = now() WHERE slot = $1";
+    let sql = "UPDATE outbox_tailer.position SET refusal = $2, updated_at = now() WHERE slot = $1
+               AND NOT EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = $1 AND active)";
     client.execute(sql, &[&slot, refusal]).await.map_err(|e| sql_error("cannot record the refusal", e))?;
     Ok(())
 }

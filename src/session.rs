@@ -10,6 +10,7 @@
 //! The session owns relay, producer, keeper and stream: when it ends, everything in flight ends
 //! with it, and the next one starts from the persisted position.
 
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -69,11 +70,24 @@ struct State {
     last_heard: Instant,
     last_ack: Instant,
     stuck: bool,
-    /// The last event sent may be refused by the broker. A broker takes any sequence number from a
-    /// producer that it does not know yet, so an event of the same key sent after it could pass it.
+    /// The last event sent must be acknowledged before another one is sent. A broker takes any
+    /// sequence number from a producer that it does not know yet in a partition (Kafka,
+    /// `ProducerAppendInfo.checkSequence`), so a second batch could pass a first one that failed.
     alone: bool,
+    /// By topic, the partitions in which the broker knows this producer.
+    known: HashMap<String, HashSet<i32>>,
     /// Set once the session is to end after what is in flight.
     ending: Option<Ending>,
+}
+
+impl State {
+    /// Whether this is the session's first record for its partition.
+    fn is_first(&mut self, record: &Record<'_>) -> bool {
+        if !self.known.contains_key(record.topic) {
+            self.known.insert(record.topic.to_owned(), HashSet::new());
+        }
+        self.known.get_mut(record.topic).is_some_and(|partitions| partitions.insert(record.partition))
+    }
 }
 
 struct Ending {
@@ -97,6 +111,7 @@ impl Session<'_> {
             last_ack: now,
             stuck: false,
             alone: false,
+            known: HashMap::new(),
             ending: None,
         };
         let result = self.serve(&mut state, stop).await;
@@ -213,7 +228,8 @@ impl Session<'_> {
                     };
                     match output {
                         Output::Publish { seq, record } => {
-                            let alone = record.batch_bytes() > self.producer.alone_over;
+                            let first = state.is_first(&record);
+                            let alone = first || record.batch_bytes() > self.producer.alone_over;
                             match hand_over(&self.producer, seq, &record).await {
                                 Ok(()) => {
                                     state.alone = alone;

@@ -83,6 +83,7 @@ pub async fn demo(common: &Common, args: &DemoArgs, mut stop: watch::Receiver<bo
         }
         None => println!("broker: Kafka at {}", config.kafka.brokers),
     }
+    config.kafka.knows_limits = mock.is_none();
     let server = postgres::connect(&config.postgres).await?;
     println!(
         "database: {NAME}, made for the demo, on PostgreSQL {} at {}",

@@ -545,23 +545,23 @@ impl Init<'_> {
         self.execute(&self.sql.client, "cannot remove the unfinished position row", &delete).await
     }
 
+    /// Slot first, row last: a kill between leaves what only a start-over accepts.
     async fn start_over(&self, row: Option<&position::Row>, slot: Option<&Slot>) -> Result<()> {
         let name = escape_literal(self.slot_name());
         let was = row.map(|row| row.confirmed.to_string());
         let confirmed = slot.and_then(|slot| slot.confirmed).map(|lsn| lsn.to_string());
-        let detail = json!({ "position": was, "slot_confirmed": confirmed });
-        let forget = format!(
-            "BEGIN;
-             INSERT INTO outbox_tailer.audit (slot, action, detail) VALUES ({name}, 'start-over', {});
-             DELETE FROM outbox_tailer.position WHERE slot = {name};
-             COMMIT",
-            escape_literal(&detail.to_string())
+        let detail = json!({ "position": was, "slot_confirmed": confirmed }).to_string();
+        let audit = format!(
+            "INSERT INTO outbox_tailer.audit (slot, action, detail) VALUES ({name}, 'start-over', {})",
+            escape_literal(&detail)
         );
-        self.execute(&self.sql.client, "cannot forget the position", &forget).await?;
+        self.execute(&self.sql.client, "cannot write the audit record", &audit).await?;
         if slot.is_some() {
             let drop = format!("SELECT pg_drop_replication_slot({name})");
             self.execute(&self.sql.client, "cannot drop the slot", &drop).await?;
         }
+        let forget = format!("DELETE FROM outbox_tailer.position WHERE slot = {name}");
+        self.execute(&self.sql.client, "cannot forget the position", &forget).await?;
         println!(
             "starting over: events after {} that were not streamed yet never will be",
             was.as_deref().unwrap_or("the slot's start")
@@ -872,7 +872,7 @@ async fn blocked(
     let holders = if holders.is_empty() { "a writer".to_owned() } else { holders.join(", ") };
     if Instant::now() >= deadline {
         return Err(Error::wait(format!(
-            "the outbox table could not be locked, {holders} holds it; nothing was changed"
+            "the outbox table could not be locked, {holders} holds it; neither publication nor slot was changed"
         )));
     }
     eprintln!("waiting for the outbox table, held by {holders}");
