@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
+use rdkafka::admin::{
+    AdminClient, AdminOptions, AlterConfig, NewPartitions, NewTopic, ResourceSpecifier, TopicReplication,
+};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
@@ -80,6 +82,13 @@ impl Topic {
             let metadata = consumer.fetch_metadata(Some(&self.name), Duration::from_secs(5)).ok()?;
             (metadata.topics()[0].partitions().len() == partitions as usize).then_some(())
         });
+    }
+
+    /// Changes a setting of the topic.
+    pub fn set(&self, name: &str, value: &str) {
+        let change = AlterConfig::new(ResourceSpecifier::Topic(&self.name)).set(name, value);
+        let made = futures_lite(admin(&self.brokers).alter_configs([&change], &AdminOptions::new()));
+        made.unwrap().into_iter().for_each(|result| drop(result.unwrap()));
     }
 
     pub fn exists(&self) -> bool {
