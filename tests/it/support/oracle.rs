@@ -99,14 +99,13 @@ impl Topic {
 
     /// The offset after the last message of each partition.
     pub fn ends(&self) -> Vec<i64> {
-        let consumer: BaseConsumer = consumer(&self.brokers);
         // A broker that has just come back may not lead its partitions yet.
-        let end = |p| {
-            super::eventually("the partition has a leader", || {
-                consumer.fetch_watermarks(&self.name, p, Duration::from_secs(20)).ok().map(|(_, end)| end)
-            })
-        };
-        (0..self.partitions).map(end).collect()
+        super::eventually("every partition has a leader", || {
+            let consumer: BaseConsumer = consumer(&self.brokers);
+            let limit = Duration::from_secs(20);
+            let end = |p| consumer.fetch_watermarks(&self.name, p, limit).ok().map(|(_, end)| end);
+            (0..self.partitions).map(end).collect()
+        })
     }
 
     /// How many messages are in the topic.
