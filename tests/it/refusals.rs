@@ -28,6 +28,7 @@ tests![
     another_server_behind_the_url_is_refused,
     an_oversized_payload_is_refused_and_skipped,
     a_payload_that_only_the_broker_can_refuse_is_refused_and_skipped,
+    a_refused_payload_is_published_in_order_once_the_topic_takes_it,
     a_null_key_is_refused_and_skipped,
     another_kafka_cluster_is_refused_until_it_is_accepted,
     a_topic_made_again_with_fewer_partitions_is_refused,
@@ -513,21 +514,27 @@ fn a_payload_that_only_the_broker_can_refuse_is_refused_and_skipped() {
     let committed = bed.committed();
     let poisoned = committed.events.iter().find(|e| e.id == id).unwrap();
     assert!(bed.positions().1 < poisoned.end_lsn);
-    let after: HashSet<_> = committed
-        .events
-        .iter()
-        .filter(|e| e.key == "2" && e.end_lsn >= poisoned.end_lsn)
-        .map(|e| &e.id)
-        .collect();
-    let past: Vec<_> = bed
-        .topic
-        .read()
-        .iter()
-        .filter(|m| after.contains(&m.id()))
-        .map(|m| (m.partition, m.offset, m.header("revision"), m.value().len()))
-        .collect();
-    assert!(past.is_empty(), "of its key went past it: {past:?}");
+    let after: HashSet<_> =
+        committed.events.iter().filter(|e| e.end_lsn >= poisoned.end_lsn).map(|e| &e.id).collect();
+    let past = bed.topic.read().iter().filter(|m| after.contains(&m.id())).count();
+    assert_eq!(past, 0, "nothing after it is published");
     skips(&mut bed, worker, &id, &committed.events[0].id);
+}
+
+/// The other remedy: the order of its key holds, although the event was refused at first.
+fn a_refused_payload_is_published_in_order_once_the_topic_takes_it() {
+    let mut bed = small_limit("\"compression.type\" = \"lz4\"");
+    let mut worker = streaming(&mut bed);
+    insert_large(&mut bed);
+    bed.insert(2, 5);
+    bed.insert(1, 5);
+    worker.refuses("poison");
+    worker.stop();
+    bed.topic.set("max.message.bytes", "1000000");
+    let mut worker = bed.streaming();
+    bed.arrived();
+    bed.confirmed();
+    worker.stop();
 }
 
 fn a_null_key_is_refused_and_skipped() {

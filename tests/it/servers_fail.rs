@@ -406,7 +406,7 @@ fn a_frozen_worker_that_wakes_up_after_a_takeover_moves_and_inverts_nothing() {
         flows(&bed, 200);
         first.signal("STOP");
         bed.terminate("walsender");
-        let mut second = bed.streaming();
+        let second = bed.streaming();
         flows(&bed, 200);
         let epoch: i64 = bed.value("SELECT epoch FROM outbox_tailer.position");
         first.signal("CONT");

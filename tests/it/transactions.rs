@@ -88,7 +88,7 @@ fn long_and_short_transactions_interleave_across_restarts() {
     let mut longer = second.transaction().unwrap();
     // Both add to key 1 beside their own, so that commit order and statement order differ.
     let insert = "INSERT INTO outbox_event (order_id, revision, event_type, payload) VALUES ($1, $2, 'OrderPaid', '{}')";
-    let mut short = |bed: &mut Bed, revision: i64| {
+    let short = |bed: &mut Bed, revision: i64| {
         bed.client.execute(insert, &[&1i64, &revision]).unwrap();
         for key in 2..20i64 {
             bed.client.execute(insert, &[&key, &revision]).unwrap();

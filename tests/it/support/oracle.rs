@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
+use rdkafka::admin::{
+    AdminClient, AdminOptions, AlterConfig, NewPartitions, NewTopic, ResourceSpecifier, TopicReplication,
+};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
@@ -82,6 +84,13 @@ impl Topic {
         });
     }
 
+    /// Changes a setting of the topic.
+    pub fn set(&self, name: &str, value: &str) {
+        let change = AlterConfig::new(ResourceSpecifier::Topic(&self.name)).set(name, value);
+        let made = futures_lite(admin(&self.brokers).alter_configs([&change], &AdminOptions::new()));
+        made.unwrap().into_iter().for_each(|result| drop(result.unwrap()));
+    }
+
     pub fn exists(&self) -> bool {
         let consumer: BaseConsumer = consumer(&self.brokers);
         let metadata = consumer.fetch_metadata(Some(&self.name), Duration::from_secs(5));
@@ -90,10 +99,13 @@ impl Topic {
 
     /// The offset after the last message of each partition.
     pub fn ends(&self) -> Vec<i64> {
-        let consumer: BaseConsumer = consumer(&self.brokers);
-        let ends = (0..self.partitions)
-            .map(|p| consumer.fetch_watermarks(&self.name, p, Duration::from_secs(20)).unwrap().1);
-        ends.collect()
+        // A broker that has just come back may not lead its partitions yet.
+        super::eventually("every partition has a leader", || {
+            let consumer: BaseConsumer = consumer(&self.brokers);
+            let limit = Duration::from_secs(20);
+            let end = |p| consumer.fetch_watermarks(&self.name, p, limit).ok().map(|(_, end)| end);
+            (0..self.partitions).map(end).collect()
+        })
     }
 
     /// How many messages are in the topic.
