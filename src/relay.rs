@@ -36,7 +36,7 @@ pub enum Input<'a> {
     /// The broker has stored the event on all in-sync replicas.
     Acked(Seq),
     /// The producer has given an event up; whether the broker has it is unknown. From now on
-    /// nothing is published and no further position becomes confirmable.
+    /// nothing is published, and no position at or after the event becomes confirmable.
     Failed(Seq),
 }
 
@@ -169,7 +169,7 @@ impl Relay {
     /// When an acknowledgement names an event that is not in flight.
     pub fn handle<'a>(&'a mut self, input: Input<'a>) -> Result<Option<Output<'a>>, RelayError> {
         match input {
-            Input::Wal(_) | Input::Acked(_) if self.failed => Ok(None),
+            Input::Wal(_) if self.failed => Ok(None),
             Input::Wal(bytes) => self.wal(bytes),
             Input::Keepalive { wal_end } => {
                 // Inside a transaction the server may have sent part of it only.

@@ -76,6 +76,8 @@ struct State {
     alone: bool,
     /// By topic, the partitions in which the broker knows this producer.
     known: HashMap<String, HashSet<i32>>,
+    /// A delivery has failed.
+    failed: bool,
     /// Set once the session is to end after what is in flight.
     ending: Option<Ending>,
 }
@@ -93,6 +95,8 @@ impl State {
 struct Ending {
     deadline: Instant,
     why: Result<()>,
+    /// Whether to wait for acknowledgements; after a failed delivery none is to be expected.
+    in_flight: bool,
 }
 
 impl Session<'_> {
@@ -112,6 +116,7 @@ impl Session<'_> {
             stuck: false,
             alone: false,
             known: HashMap::new(),
+            failed: false,
             ending: None,
         };
         let result = self.serve(&mut state, stop).await;
@@ -144,9 +149,9 @@ impl Session<'_> {
             if state.ending.is_none()
                 && let Err(error) = self.publish_buffered(state).await
             {
-                // What is in flight before a refused event may still be delivered and confirmed.
                 match error.kind {
-                    Kind::Refusal(_) => self.end(state, Err(error)),
+                    // What is in flight before a refused event may still be delivered and confirmed.
+                    Kind::Refusal(_) => self.end(state, Err(error), true),
                     _ => return Err(error),
                 }
             }
@@ -155,7 +160,8 @@ impl Session<'_> {
                 self.status(state, false).await?;
             }
             if let Some(ending) = &mut state.ending {
-                let drained = self.relay.in_flight_events() == 0 && !state.writing && self.is_persisted();
+                let waits = ending.in_flight && self.relay.in_flight_events() > 0;
+                let drained = !waits && !state.writing && self.is_persisted();
                 if drained || Instant::now() >= ending.deadline {
                     let why = std::mem::replace(&mut ending.why, Ok(()));
                     self.status(state, false).await?;
@@ -170,7 +176,7 @@ impl Session<'_> {
                 biased;
                 _ = stop.changed(), if state.ending.is_none() => {
                     tracing::info!(in_flight = self.relay.in_flight_events(), "stopping: waiting for what is in flight");
-                    self.end(state, Ok(()));
+                    self.end(state, Ok(()), true);
                 }
                 result = self.keeper.results.recv() => {
                     let result = result.unwrap_or_else(|| Err(Error::bug("the position task ended without a word")))?;
@@ -212,9 +218,17 @@ impl Session<'_> {
             && self.relay.in_flight_bytes() < self.worker.window_bytes
     }
 
-    /// Stops reading; what is in flight gets until the deadline.
-    fn end(&self, state: &mut State, why: Result<()>) {
-        state.ending = Some(Ending { deadline: Instant::now() + self.worker.shutdown_timeout, why });
+    /// Stops reading; what is in flight, if that is to be waited for, and the position of what is
+    /// acknowledged get until the deadline.
+    fn end(&self, state: &mut State, why: Result<()>, in_flight: bool) {
+        let deadline = Instant::now() + self.worker.shutdown_timeout;
+        state.ending = Some(Ending { deadline, why, in_flight });
+    }
+
+    /// After a failed delivery: nothing else is sent.
+    fn stop_the_line(&self, state: &mut State, why: Error) {
+        self.producer.purge();
+        self.end(state, Err(why), false);
     }
 
     /// Decodes what is in the buffer and hands it to the producer, as far as the window allows.
@@ -238,11 +252,19 @@ impl Session<'_> {
                                         state.last_ack = Instant::now();
                                     }
                                 }
-                                Err(Refused::Producer(error)) => return Err(error),
-                                Err(Refused::TooLarge { event_id, key, bytes }) => {
-                                    let reason = "larger than message.max.bytes".to_owned();
-                                    let why = Unpublishable::Rejected { bytes, reason };
-                                    return Err(self.poison(seq, &event_id, Some(key), why));
+                                Err(refused) => {
+                                    let error = match refused {
+                                        Refused::Producer(error) => error,
+                                        Refused::TooLarge { event_id, key, bytes } => {
+                                            let reason = "larger than message.max.bytes".to_owned();
+                                            let why = Unpublishable::Rejected { bytes, reason };
+                                            self.poison(seq, &event_id, Some(key), why)
+                                        }
+                                    };
+                                    self.relay.handle(Input::Failed(seq)).map_err(stopped)?;
+                                    state.failed = true;
+                                    self.stop_the_line(state, error);
+                                    return Ok(());
                                 }
                             }
                         }
@@ -273,13 +295,19 @@ impl Session<'_> {
                 Ok(())
             }
             Report::Failed { seq, why } => {
-                self.relay.handle(Input::Failed(seq)).map_err(stopped)?;
-                Err(match why {
+                let error = match why {
                     DeliveryError::Rejected { event_id, key, bytes, reason } => {
                         self.poison(seq, &event_id, key, Unpublishable::Rejected { bytes, reason })
                     }
                     DeliveryError::Other(why) => Error::wait(format!("Kafka did not take an event: {why}")),
-                })
+                };
+                self.relay.handle(Input::Failed(seq)).map_err(stopped)?;
+                // The first failure is the cause, the others follow from it.
+                if !state.failed {
+                    state.failed = true;
+                    self.stop_the_line(state, error);
+                }
+                Ok(())
             }
         }
     }

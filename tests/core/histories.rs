@@ -186,9 +186,7 @@ impl World {
     fn ack(&mut self, partition: usize) {
         if let Some(seq) = self.unacked[partition].pop_front() {
             self.relay.handle(Input::Acked(seq)).unwrap();
-            if !self.failed {
-                self.acked.insert(self.names[&seq].clone());
-            }
+            self.acked.insert(self.names[&seq].clone());
         }
     }
 
@@ -332,7 +330,22 @@ fn a_keepalive_inside_a_transaction_is_no_position() {
 }
 
 #[test]
-fn after_a_failed_delivery_nothing_is_published_and_nothing_more_is_confirmable() {
+fn after_a_failed_delivery_nothing_is_published_and_only_what_came_before_is_confirmable() {
+    let mut relay = relay();
+    let row = |id| wire::insert(OUTBOX_OID, &[Some(id), Some("k"), None]);
+    feed(&mut relay, &[wire::begin(10), outbox(), row("a"), wire::commit(10, 20)]).unwrap();
+    feed(&mut relay, &[wire::begin(50), outbox(), row("b"), wire::commit(50, 60)]).unwrap();
+    relay.handle(Input::Failed(2)).unwrap();
+    feed(&mut relay, &[wire::begin(70), row("c"), wire::commit(70, 80)]).unwrap();
+    relay.handle(Input::Keepalive { wal_end: Lsn::from(90) }).unwrap();
+    assert_eq!(relay.confirmable(), None);
+    relay.handle(Input::Acked(0)).unwrap();
+    assert_eq!(relay.confirmable().map(|p| p.lsn), Some(Lsn::from(20)));
+    assert_eq!(relay.in_flight_events(), 1);
+}
+
+#[test]
+fn no_event_is_published_after_a_failed_one() {
     let mut relay = relay();
     feed(&mut relay, &[wire::begin(50), outbox(), wire::insert(OUTBOX_OID, &[Some("a"), Some("k"), None])])
         .unwrap();

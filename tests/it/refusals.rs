@@ -491,10 +491,8 @@ fn an_oversized_payload_is_refused_and_skipped() {
     poison(&mut bed, worker, &id, &says);
 }
 
-/// Compressed, it might have fitted: only the broker can tell.
-///
-/// BUG: the session ends at the broker's report without persisting what was acknowledged before it,
-/// so that every restart publishes again from the position up to the refused event.
+/// Compressed, it might have fitted: only the broker can tell. What it acknowledged before that is
+/// persisted, so that a restart repeats nothing.
 fn a_payload_that_only_the_broker_can_refuse_is_refused_and_skipped() {
     let mut bed = small_limit("\"compression.type\" = \"lz4\"");
     let mut worker = streaming(&mut bed);
@@ -507,10 +505,12 @@ fn a_payload_that_only_the_broker_can_refuse_is_refused_and_skipped() {
     for text in ["public.outbox_event", "key 2", "the broker refuses its 200", &format!("skip {id}")] {
         assert!(said.contains(text), "{text:?} is not in {said}");
     }
+    let published = bed.topic.read().len();
     let mut restarted = bed.start();
     restarted.refuses("poison");
     restarted.stop();
     holds(&mut bed);
+    assert_eq!(bed.topic.read().len(), published, "the restart repeated something");
     let committed = bed.committed();
     let poisoned = committed.events.iter().find(|e| e.id == id).unwrap();
     assert!(bed.positions().1 < poisoned.end_lsn);
@@ -573,6 +573,7 @@ fn another_kafka_cluster_is_refused_until_it_is_accepted() {
     assert_eq!(ended.code, Some(2), "a worker at work must be stopped first: {}", ended.stderr);
     worker.stop();
     bed.kafka = Arc::new(Kafka::start(&[]));
+    bed.brokers = bed.kafka.brokers();
     bed.topic = Topic::create(&bed.kafka.brokers(), &bed.topic.name, 6, &[]);
     bed.write_config();
     let worker = bed.start();
