@@ -38,7 +38,7 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
         kafka = config.kafka.brokers,
         "outbox-tailer starts"
     );
-    let mut memory: Option<Held> = None;
+    let mut memory = Memory::default();
     // From then on a mistake is waited out: nobody is there to read it.
     let mut settled = false;
     let mut backoff = BACKOFF_MIN;
@@ -73,9 +73,7 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
                     leave_word(config, refusal, &error).await;
                     return Err(error);
                 }
-                if refused(config, refusal, &error, &mut stop).await == Decision::StartOver {
-                    memory = None; // what we published belongs to a history that was given up
-                }
+                refused(config, refusal, &error, memory.decision, &mut stop).await;
                 // While the operator's command is at work, slot and row may be missing.
                 settled = true;
                 told = Told::default();
@@ -96,33 +94,47 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
     Ok(())
 }
 
+/// What outlives a session.
+#[derive(Default)]
+struct Memory {
+    held: Option<Held>,
+    /// The newest audit record when the last attempt began.
+    decision: Option<i64>,
+}
+
 enum Attempt {
     /// Asked to stop before the stream began.
     Stopped,
     Ended(Outcome),
 }
 
-async fn attempt(
-    config: &Config,
-    memory: &mut Option<Held>,
-    stop: &mut watch::Receiver<bool>,
-) -> Result<Attempt> {
+async fn attempt(config: &Config, memory: &mut Memory, stop: &mut watch::Receiver<bool>) -> Result<Attempt> {
     let session = tokio::select! {
         _ = stop.changed() => return Ok(Attempt::Stopped),
         prepared = prepare(config, memory) => prepared?,
     };
     let outcome = session.run(stop).await;
-    if let Some(held) = memory {
+    if let Some(held) = &mut memory.held {
         held.lsn = outcome.persisted;
     }
     Ok(Attempt::Ended(outcome))
 }
 
 /// Everything between nothing and a running stream.
-async fn prepare<'a>(config: &'a Config, memory: &mut Option<Held>) -> Result<Session<'a>> {
+async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<'a>> {
     let sql = postgres::connect(&config.postgres).await?;
     let topics: Vec<String> = config.tables.iter().map(|t| t.topic.clone()).collect();
     let slot_name = &config.postgres.slot;
+
+    // Before the first look, so that no decision can fall between it and a refusal. What is wrong
+    // with the worker's own tables is told below.
+    let seen = memory.decision.unwrap_or(i64::MAX);
+    if let Ok((last, started_over)) = position::last_decision(&sql.client, slot_name, seen).await {
+        memory.decision = Some(last);
+        if started_over {
+            memory.held = None; // what we published belongs to a history that was given up
+        }
+    }
 
     // C before P: whatever is confirmed was persisted before.
     let slot = read_slot(&sql.client, slot_name).await?;
@@ -137,7 +149,7 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Option<Held>) -> Result<Se
         history: &history,
         slot: slot.as_ref(),
         row: row.as_ref().map(|r| (r.system_identifier.as_str(), r.timeline, r.confirmed)),
-        held: memory.as_ref(),
+        held: memory.held.as_ref(),
     })?;
     let row = row.ok_or_else(|| Error::bug("the start check passed without a position row"))?;
     if let Some((from, to)) = start.phantom {
@@ -165,7 +177,8 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Option<Held>) -> Result<Se
     let stream = replication.start(slot_name, &config.postgres.publication, start.from).await?;
     // The slot is ours now. Whoever had it before can move the position no more.
     let (epoch, confirmed) = position::take(&sql.client, config, &row, system.timeline).await?;
-    *memory = Some(Held { system_identifier: system.identifier, timeline: system.timeline, lsn: confirmed });
+    memory.held =
+        Some(Held { system_identifier: system.identifier, timeline: system.timeline, lsn: confirmed });
     let host = sql.endpoint.to_string();
     let keeper = Keeper::start(sql, config, epoch, confirmed, accepted).await?;
     tracing::info!(ready = true, host, position = %confirmed, epoch, timeline = system.timeline, "streaming");
@@ -318,30 +331,23 @@ fn tables(
     config.tables.iter().map(|table| bind(table).ok_or_else(|| missing(table))).collect()
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Decision {
-    StartOver,
-    /// Something else, or the worker is to stop.
-    Other,
-}
-
 /// Stays up and not ready until an operator's command has left a new audit record.
 async fn refused(
     config: &Config,
     refusal: Refusal,
     error: &Error,
+    mut seen: Option<i64>,
     stop: &mut watch::Receiver<bool>,
-) -> Decision {
+) {
     tracing::error!(ready = false, refusal = refusal.name(), detail = %error.detail, "refused: {}", error.line());
-    let mut seen = None;
     let mut told = false;
     while !*stop.borrow() {
-        match decision(config, refusal, error, seen, &mut told).await {
-            Ok((last, started_over)) if seen.is_some_and(|seen| seen != last) => {
+        match decision(config, refusal, error, &mut told).await {
+            Ok(last) if seen.is_some_and(|seen| seen != last) => {
                 tracing::info!("an operator has decided; checking again");
-                return if started_over { Decision::StartOver } else { Decision::Other };
+                return;
             }
-            Ok((last, _)) => seen = Some(last),
+            Ok(last) => seen = Some(last),
             Err(e) => tracing::debug!("cannot look for an operator's decision: {}", e.line()),
         }
         tokio::select! {
@@ -349,19 +355,12 @@ async fn refused(
             () = tokio::time::sleep(DECISION_POLL) => {}
         }
     }
-    Decision::Other
 }
 
-/// The newest decision, and whether one after `seen` starts over.
-async fn decision(
-    config: &Config,
-    refusal: Refusal,
-    error: &Error,
-    seen: Option<i64>,
-    told: &mut bool,
-) -> Result<(i64, bool)> {
+/// The newest decision of an operator.
+async fn decision(config: &Config, refusal: Refusal, error: &Error, told: &mut bool) -> Result<i64> {
     let sql = postgres::connect(&config.postgres).await?;
-    let last = position::last_decision(&sql.client, &config.postgres.slot, seen.unwrap_or(i64::MAX)).await?;
+    let (last, _) = position::last_decision(&sql.client, &config.postgres.slot, i64::MAX).await?;
     // A row that a newer version has made is not for us to write.
     if !*told && refusal != Refusal::Schema {
         let record = position::refusal_record(refusal, error);
@@ -373,7 +372,7 @@ async fn decision(
 
 /// Records the refusal for the operator's commands; the log has it anyway.
 async fn leave_word(config: &Config, refusal: Refusal, error: &Error) {
-    if let Err(e) = decision(config, refusal, error, None, &mut false).await {
+    if let Err(e) = decision(config, refusal, error, &mut false).await {
         tracing::warn!("cannot record the refusal: {}", e.line());
     }
 }

@@ -107,11 +107,11 @@ fn starts_over(bed: &mut Bed, worker: &mut Worker) {
 
 /// Waits until it streams after its refusal.
 fn streams_on(worker: &mut Worker) {
-    eventually("the worker streams after the refusal", || {
-        let log = worker.log();
-        let said = |text: &str| log.iter().rposition(|l| l["message"].as_str().unwrap().contains(text));
-        (said("streaming") > said("refused: ")).then_some(())
-    });
+    let said = |text: &str| {
+        worker.log().iter().rposition(|l| l["message"].as_str().is_some_and(|said| said.contains(text)))
+    };
+    let what = format!("the worker (pid {}) streams after the refusal", worker.pid());
+    eventually(&what, || (said("streaming") > said("refused: ")).then_some(()));
 }
 
 fn goes_on(bed: &mut Bed, worker: &mut Worker, before: &HashSet<String>) {
