@@ -222,6 +222,7 @@ impl World {
     fn check_confirmable(&self) {
         let Some(position) = self.relay.confirmable() else { return };
         let lsn: u64 = position.lsn.into();
+        assert!(self.stream.iter().any(|sent| sent.end_lsn == lsn), "{lsn} is no end of a commit");
         for (_, id, end_lsn) in &self.committed {
             assert!(
                 *end_lsn > lsn || self.acked.contains(id),
