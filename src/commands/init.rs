@@ -7,20 +7,23 @@
 //! 4. The temporary slot is copied to the real one. A kill before this leaves no slot behind, and a
 //!    position row without a slot that ever was.
 
+mod fresh;
+mod locks;
+mod tables;
+
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use postgres_protocol::escape::{escape_identifier, escape_literal};
 use serde_json::json;
 use tokio::time::{Instant, sleep};
-use tokio_postgres::error::SqlState;
-use tokio_postgres::types::{Json, PgLsn};
-use tokio_postgres::{Client, GenericClient, IsolationLevel};
+use tokio_postgres::GenericClient;
+use tokio_postgres::types::Json;
 
 use crate::cli::InitArgs;
 use crate::commands::run::{check_columns, read_slot};
 use crate::config::{Config, TableConfig};
-use crate::descriptor::{Descriptor, Difference, table_parameters};
+use crate::descriptor::{Descriptor, Difference};
 use crate::error::{Error, Result};
 use crate::position::{self, SCHEMA_VERSION, publication_refusal};
 use crate::postgres::{self, Sql, sql_error};
@@ -114,7 +117,7 @@ impl Init<'_> {
     /// Two at once would take each other's halves for somebody's leavings. The lock goes with the
     /// session.
     async fn wait_for_others(&self) -> Result<()> {
-        let deadline = self.deadline();
+        let (began, deadline) = (Instant::now(), self.deadline());
         let mut told = false;
         loop {
             let sql = "SELECT pg_try_advisory_lock(hashtextextended('outbox-tailer init', 0))";
@@ -125,7 +128,8 @@ impl Init<'_> {
             if Instant::now() >= deadline {
                 return Err(Error::wait("another `outbox-tailer init` is at work in this database"));
             }
-            if !told {
+            // One that has just ended may still be listed for a moment.
+            if !told && began.elapsed() > Duration::from_secs(1) {
                 eprintln!("waiting for another `outbox-tailer init` in this database");
                 told = true;
             }
@@ -329,211 +333,6 @@ impl Init<'_> {
         Ok(())
     }
 
-    /// Publication, slot and position, where none of slot and position is there.
-    async fn fresh(&mut self) -> Result<()> {
-        let made_publication = self.make_publication().await?;
-        if self.args.dry_run {
-            println!("-- on a replication connection:");
-            println!("{};", self.create_slot_command("<temporary>"));
-            println!("-- in its snapshot: the ids of the rows that are never streamed, and the position row");
-            println!(
-                "SELECT pg_copy_logical_replication_slot('<temporary>', {});",
-                escape_literal(self.slot_name())
-            );
-            if self.wants_failover() {
-                println!("{};", self.failover_command());
-            }
-            return Ok(());
-        }
-        let made = self.make_slot_and_position().await;
-        if made.is_err() && made_publication {
-            // Leave nothing half made behind.
-            let drop = format!("DROP PUBLICATION IF EXISTS {}", escape_identifier(self.publication()));
-            self.execute(&self.sql.client, "cannot drop the publication again", &drop).await?;
-        }
-        made
-    }
-
-    /// Gives whether it was made now.
-    async fn make_publication(&mut self) -> Result<bool> {
-        let now = self.describe().await?;
-        if now.publication.is_some() {
-            if let Some(problem) = now.unsuitable(self.publication()) {
-                return Err(Error::mistake(problem));
-            }
-            println!("kept publication {}", self.publication());
-            if let Some(excess) = now.excess() {
-                println!("note: {excess}; what is not needed is ignored and counted");
-            }
-            return Ok(false);
-        }
-        let tables: Vec<String> = self.config.tables.iter().map(qualified).collect();
-        let create = format!(
-            "CREATE PUBLICATION {} FOR TABLE {} WITH (publish = 'insert', publish_via_partition_root = true)",
-            escape_identifier(self.publication()),
-            tables.join(", ")
-        );
-        if self.args.dry_run {
-            println!("BEGIN;\n{};\n{create};\nCOMMIT;", lock_command(&self.config.tables));
-            return Ok(false);
-        }
-        let deadline = self.deadline();
-        loop {
-            let transaction =
-                self.sql.client.transaction().await.map_err(|e| sql_error("cannot begin", e))?;
-            match lock_tables(&transaction, &self.config.tables).await {
-                Ok(()) => {
-                    let what = format!("cannot make publication {}", self.config.postgres.publication);
-                    transaction.batch_execute(&create).await.map_err(|e| sql_error(&what, e))?;
-                    transaction.commit().await.map_err(|e| sql_error(&what, e))?;
-                    println!("made publication {} for {}", self.publication(), tables.join(", "));
-                    return Ok(true);
-                }
-                Err(e) => {
-                    transaction.rollback().await.map_err(|e| sql_error("cannot roll back", e))?;
-                    blocked(&self.sql.client, &self.config.tables, deadline, e).await?;
-                }
-            }
-        }
-    }
-
-    fn create_slot_command(&self, name: &str) -> String {
-        let name = escape_identifier(name);
-        if self.sql.version >= 150_000 {
-            format!("CREATE_REPLICATION_SLOT {name} TEMPORARY LOGICAL pgoutput (SNAPSHOT 'export')")
-        } else {
-            format!("CREATE_REPLICATION_SLOT {name} TEMPORARY LOGICAL pgoutput EXPORT_SNAPSHOT")
-        }
-    }
-
-    fn wants_failover(&self) -> bool {
-        self.sql.version >= 170_000 && self.config.postgres.failover != Some(false)
-    }
-
-    fn failover_command(&self) -> String {
-        format!("ALTER_REPLICATION_SLOT {} (FAILOVER true)", escape_identifier(self.slot_name()))
-    }
-
-    async fn make_slot_and_position(&mut self) -> Result<()> {
-        let mut replication = source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
-        let system = replication.identify_system().await?;
-        // Of this process, so that two `init` at once do not disturb each other.
-        let temporary = format!("outbox_tailer_init_{}", std::process::id());
-        let created = self.create_slot(&mut replication, &temporary).await?;
-        let field = |i: usize| created.get(i).cloned().flatten();
-        let unexpected = || Error::bug("an unexpected answer to CREATE_REPLICATION_SLOT");
-        let point: PgLsn = field(1).and_then(|lsn| lsn.parse().ok()).ok_or_else(unexpected)?;
-        let snapshot = field(2).ok_or_else(unexpected)?;
-
-        let slot = self.slot_name().to_owned();
-        let failed = |e| sql_error("cannot write the position row", e);
-        let transaction = self.sql.client.build_transaction().isolation_level(IsolationLevel::RepeatableRead);
-        let transaction = transaction.start().await.map_err(failed)?;
-        let in_snapshot = format!(
-            "SET TRANSACTION SNAPSHOT {}; SET LOCAL statement_timeout = 0",
-            escape_literal(&snapshot)
-        );
-        transaction.batch_execute(&in_snapshot).await.map_err(failed)?;
-        let descriptor = position::describe(&transaction, self.config).await?;
-        if let Some(problem) = descriptor.unsuitable(&self.config.postgres.publication) {
-            return Err(Error::mistake(problem));
-        }
-        let mut existing = 0;
-        for table in &self.config.tables {
-            existing += record_not_streamed(&transaction, &slot, table, &descriptor).await?;
-        }
-        if existing > 0 && !self.args.from_now {
-            return Err(Error::mistake(format!(
-                "{existing} rows were committed to the outbox just before the slot's start and would never be streamed; --from-now accepts that and records their ids"
-            )));
-        }
-        let insert = "INSERT INTO outbox_tailer.position
-                        (slot, system_identifier, timeline, database, publication, descriptor, confirmed_lsn)
-                      VALUES ($1, $2, $3, current_database(), $4, $5, $6)";
-        let timeline = i64::from(system.timeline);
-        transaction
-            .execute(
-                insert,
-                &[
-                    &slot,
-                    &system.identifier,
-                    &timeline,
-                    &self.config.postgres.publication,
-                    &Json(&descriptor),
-                    &point,
-                ],
-            )
-            .await
-            .map_err(failed)?;
-        position::audit(
-            &transaction,
-            &slot,
-            "init",
-            &json!({ "lsn": point.to_string(), "rows_not_streamed": existing }),
-        )
-        .await?;
-        transaction.commit().await.map_err(failed)?;
-
-        let copy = "SELECT pg_copy_logical_replication_slot($1::text::name, $2::text::name, false)";
-        self.sql
-            .client
-            .execute(copy, &[&temporary, &slot])
-            .await
-            .map_err(|e| sql_error(&format!("cannot make slot {slot}"), e))?;
-        if self.wants_failover() {
-            let command = self.failover_command();
-            replication.query("does not mark the slot for failover", &command).await?;
-        }
-        position::audit(&self.sql.client, &slot, "init-done", &json!({ "lsn": point.to_string() })).await?;
-        println!("made slot {slot}, position {point}");
-        if existing > 0 {
-            println!(
-                "{existing} rows that are in the outbox already will not be published (recorded in outbox_tailer.not_streamed)"
-            );
-        }
-        Ok(())
-    }
-
-    /// `CREATE_REPLICATION_SLOT` waits for every transaction that was open when it began.
-    async fn create_slot(
-        &self,
-        replication: &mut source::Session,
-        name: &str,
-    ) -> Result<Vec<Option<String>>> {
-        let command = self.create_slot_command(name);
-        let walsender = replication.backend_pid;
-        let deadline = self.deadline();
-        let mut told = String::new();
-        let what = format!("does not make slot {}", self.slot_name());
-        let mut creating = std::pin::pin!(replication.query(&what, &command));
-        loop {
-            let give_up = tokio::select! {
-                rows = &mut creating => {
-                    return rows?.into_iter().next().ok_or_else(|| Error::bug("no answer to CREATE_REPLICATION_SLOT"));
-                }
-                _ = tokio::signal::ctrl_c() => Some("interrupted".to_owned()),
-                () = sleep(Duration::from_secs(1)) => {
-                    let blockers = old_transactions(&self.sql.client).await?;
-                    if blockers != told && !blockers.is_empty() {
-                        eprintln!("waiting for older transactions to end: {blockers}");
-                        told.clone_from(&blockers);
-                    }
-                    (Instant::now() >= deadline).then(|| format!("given up after {} s, waiting for {told}", self.args.wait))
-                }
-            };
-            if let Some(why) = give_up {
-                // It waits for a transaction and would not notice that we are gone; its slot goes with it.
-                let end = "SELECT pg_terminate_backend($1, 5000)";
-                self.sql
-                    .client
-                    .execute(end, &[&walsender])
-                    .await
-                    .map_err(|e| sql_error("cannot end the walsender", e))?;
-                return Err(Error::wait(format!("slot {} was not made: {why}", self.slot_name())));
-            }
-        }
-    }
-
     /// Removes what an `init` that was killed before it had made the slot has left.
     async fn forget_unfinished(&self) -> Result<()> {
         println!("an earlier init did not finish; starting again");
@@ -666,144 +465,6 @@ impl Init<'_> {
         Ok(())
     }
 
-    /// Adds tables under a lock that no writer in flight can pass, in one transaction with the new
-    /// description: a worker of the old configuration refuses from then on.
-    async fn add_tables(&mut self, row: &position::Row, added: &[TableConfig]) -> Result<()> {
-        let names: Vec<String> = added.iter().map(qualified).collect();
-        let alter = format!(
-            "ALTER PUBLICATION {} ADD TABLE {}",
-            escape_identifier(self.publication()),
-            names.join(", ")
-        );
-        if self.args.dry_run {
-            println!(
-                "BEGIN;\n{};\n{alter};\n-- the ids of their rows, and the new description\nCOMMIT;",
-                lock_command(added)
-            );
-            return Ok(());
-        }
-        if !self.args.from_now {
-            self.refuse_existing_rows(&self.sql.client, added).await?;
-        }
-        let slot = self.slot_name().to_owned();
-        let deadline = self.deadline();
-        loop {
-            let failed = |e| sql_error("cannot add the table to the publication", e);
-            let transaction = self.sql.client.transaction().await.map_err(failed)?;
-            if let Err(e) = lock_tables(&transaction, added).await {
-                transaction.rollback().await.map_err(failed)?;
-                blocked(&self.sql.client, added, deadline, e).await?;
-                continue;
-            }
-            transaction.batch_execute("SET LOCAL statement_timeout = 0").await.map_err(failed)?;
-            let before = position::describe(&transaction, self.config).await?;
-            let all_tables = before.publication.as_ref().is_some_and(|p| p.all_tables);
-            for table in added {
-                let name = table.name();
-                let member = before.table(&name).is_some_and(|t| t.member.is_some());
-                if !member && !all_tables {
-                    let alter = format!(
-                        "ALTER PUBLICATION {} ADD TABLE {}",
-                        escape_identifier(&self.config.postgres.publication),
-                        qualified(table)
-                    );
-                    transaction.batch_execute(&alter).await.map_err(failed)?;
-                }
-            }
-            let mut descriptor = position::describe(&transaction, self.config).await?;
-            if let Some(problem) = descriptor.unsuitable(&self.config.postgres.publication) {
-                return Err(Error::mistake(problem));
-            }
-            let mut existing = 0;
-            for table in added {
-                existing += record_not_streamed(&transaction, &slot, table, &descriptor).await?;
-            }
-            if existing > 0 && !self.args.from_now {
-                return Err(Error::mistake(format!(
-                    "{existing} rows are in the new tables and would never be streamed; --from-now accepts that and records their ids"
-                )));
-            }
-            // Detached partitions stay known; tables that are being removed stay until they are.
-            let mut leaves = row.descriptor.leaves.clone();
-            leaves.extend(std::mem::take(&mut descriptor.leaves));
-            descriptor.leaves = leaves;
-            for (name, table) in &row.descriptor.tables {
-                descriptor.tables.entry(name.clone()).or_insert_with(|| table.clone());
-            }
-            let detail = json!({ "tables": names, "rows_not_streamed": existing });
-            store_descriptor(&transaction, &slot, &descriptor, "add-table", &detail).await?;
-            transaction.commit().await.map_err(failed)?;
-            println!("added {} to publication {}", names.join(", "), self.publication());
-            return Ok(());
-        }
-    }
-
-    /// Removes a table once nothing of it is left in the slot.
-    async fn remove_table(&mut self, name: &str) -> Result<()> {
-        let slot = self.slot_name().to_owned();
-        let publication = self.publication().to_owned();
-        let row = position::read(&self.sql.client, &slot)
-            .await?
-            .ok_or_else(|| Error::bug("the position row went away"))?;
-        let oid = row
-            .descriptor
-            .table(name)
-            .map(|t| t.oid)
-            .ok_or_else(|| Error::bug("the table is not described"))?;
-        let sql = "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = $1";
-        let found = self
-            .sql
-            .client
-            .query_opt(sql, &[&oid])
-            .await
-            .map_err(|e| sql_error("cannot read the catalogs", e))?;
-        // A table that was dropped has left the publication, and nobody writes to it.
-        let table = found
-            .map(|found| format!("{}.{}", escape_identifier(found.get(0)), escape_identifier(found.get(1))));
-        let lock = table.as_ref().map_or("SET LOCAL statement_timeout = 0".to_owned(), |table| format!(
-            "SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; LOCK TABLE {table} IN SHARE ROW EXCLUSIVE MODE"
-        ));
-        let alter = table.as_ref().map_or(String::new(), |table| {
-            format!("ALTER PUBLICATION {} DROP TABLE {table}", escape_identifier(&publication))
-        });
-        if self.args.dry_run {
-            println!("BEGIN;\n{lock};\n{alter};\n-- the new description\nCOMMIT;");
-            return Ok(());
-        }
-        let failed = |e| sql_error(&format!("cannot remove table {name}"), e);
-        let transaction = self.sql.client.transaction().await.map_err(failed)?;
-        transaction.batch_execute(&lock).await.map_err(failed)?;
-        // 'I', then the relation's OID (PostgreSQL manual, "Logical Replication Message Formats").
-        let peek = "SELECT count(*) FROM pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL,
-                      'proto_version', '1', 'publication_names', quote_ident($2))
-                    WHERE get_byte(data, 0) = 73 AND substring(data FROM 2 FOR 4) = int4send($3::oid::bigint::int)";
-        let left = transaction.query_one(peek, &[&slot, &publication, &oid]).await.map_err(|e| match e.code() {
-            Some(&SqlState::OBJECT_IN_USE) => Error::mistake(format!(
-                "table {name} is to be removed, and slot {slot} is in use: let the worker catch up, stop it, and run init again"
-            )),
-            _ => failed(e),
-        })?;
-        let left: i64 = left.get(0);
-        if left > 0 && table.is_none() {
-            return Err(Error::mistake(format!(
-                "table {name} was dropped, and {left} of its events are not published yet, nor can they be: once they are taken care of, and what else is not streamed yet, run `outbox-tailer init --start-over --from-now`"
-            )));
-        }
-        if left > 0 {
-            return Err(Error::mistake(format!(
-                "table {name} is to be removed, and {left} of its events are not published yet: start the worker with the old configuration until it has caught up"
-            )));
-        }
-        transaction.batch_execute(&alter).await.map_err(failed)?;
-        let mut descriptor = row.descriptor;
-        descriptor.tables.remove(name);
-        descriptor.leaves.retain(|leaf, _| !leaf.starts_with(&format!("{name}/")));
-        store_descriptor(&transaction, &slot, &descriptor, "remove-table", &json!({ "table": name })).await?;
-        transaction.commit().await.map_err(failed)?;
-        println!("removed {} from publication {publication}", table.as_deref().unwrap_or(name));
-        Ok(())
-    }
-
     async fn accept_kafka(&self) -> Result<()> {
         let topics = self.config.tables.iter().map(|t| t.topic.clone()).collect();
         let now = kafka::preflight(&self.config.kafka, topics).await?;
@@ -836,61 +497,6 @@ fn check_table_kinds(now: &Descriptor) -> Result<()> {
     problem.map_or(Ok(()), |problem| Err(Error::mistake(problem)))
 }
 
-fn lock_command(tables: &[TableConfig]) -> String {
-    let names: Vec<String> = tables.iter().map(qualified).collect();
-    format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", names.join(", "))
-}
-
-async fn lock_tables(
-    client: &impl GenericClient,
-    tables: &[TableConfig],
-) -> Result<(), tokio_postgres::Error> {
-    // Below deadlock_timeout (1 s): writers queue behind a waiting lock no longer than that.
-    client.batch_execute(&format!("SET LOCAL lock_timeout = '800ms'; {}", lock_command(tables))).await
-}
-
-/// Names who holds the lock and waits a little; an error when it was no lock, or time is up.
-async fn blocked(
-    client: &Client,
-    tables: &[TableConfig],
-    deadline: Instant,
-    e: tokio_postgres::Error,
-) -> Result<()> {
-    if e.code() != Some(&SqlState::LOCK_NOT_AVAILABLE) {
-        return Err(sql_error("cannot lock the outbox table", e));
-    }
-    let (schemas, names) = table_parameters(tables);
-    let sql = "SELECT DISTINCT coalesce('PID ' || l.pid, 'a prepared transaction') || coalesce(' (' || a.usename || ', ' || a.state || ', open for '
-                 || date_trunc('second', clock_timestamp() - a.xact_start) || ')', '')
-               FROM unnest($1::text[], $2::text[]) AS w(schema, name)
-               JOIN pg_namespace n ON n.nspname = w.schema JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name
-               JOIN pg_locks l ON l.locktype = 'relation' AND l.relation = c.oid AND l.granted AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')
-               LEFT JOIN pg_stat_activity a ON a.pid = l.pid WHERE l.pid IS DISTINCT FROM pg_backend_pid()";
-    let rows =
-        client.query(sql, &[&schemas, &names]).await.map_err(|e| sql_error("cannot read pg_locks", e))?;
-    let holders: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
-    let holders = if holders.is_empty() { "a writer".to_owned() } else { holders.join(", ") };
-    if Instant::now() >= deadline {
-        return Err(Error::wait(format!(
-            "the outbox table could not be locked, {holders} holds it; neither publication nor slot was changed"
-        )));
-    }
-    eprintln!("waiting for the outbox table, held by {holders}");
-    sleep(Duration::from_millis(500)).await;
-    Ok(())
-}
-
-async fn old_transactions(client: &Client) -> Result<String> {
-    // A role without pg_read_all_stats sees of others that they are there, and nothing else.
-    let sql = "SELECT 'PID ' || pid || coalesce(' (' || usename || ', ' || state || ', open for '
-                      || date_trunc('second', clock_timestamp() - xact_start) || ')', '')
-               FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
-               UNION ALL
-               SELECT 'prepared transaction ' || quote_literal(gid) || ' (of ' || prepared || ')' FROM pg_prepared_xacts";
-    let rows = client.query(sql, &[]).await.map_err(|e| sql_error("cannot read pg_stat_activity", e))?;
-    Ok(rows.iter().map(|row| row.get::<_, String>(0)).collect::<Vec<_>>().join(", "))
-}
-
 /// Records the ids of the rows that the transaction sees; gives their number.
 async fn record_not_streamed(
     client: &impl GenericClient,
@@ -913,19 +519,4 @@ async fn record_not_streamed(
         qualified(table)
     );
     client.execute(&insert, &[&slot, &oid]).await.map_err(failed)
-}
-
-async fn store_descriptor(
-    client: &impl GenericClient,
-    slot: &str,
-    descriptor: &Descriptor,
-    action: &str,
-    detail: &serde_json::Value,
-) -> Result<()> {
-    let update = "UPDATE outbox_tailer.position SET descriptor = $2, updated_at = now() WHERE slot = $1";
-    client
-        .execute(update, &[&slot, &Json(descriptor)])
-        .await
-        .map_err(|e| sql_error("cannot record the new description", e))?;
-    position::audit(client, slot, action, detail).await
 }
