@@ -124,9 +124,7 @@ impl Kafka {
     }
 
     pub fn compresses(&self) -> bool {
-        ["compression.type", "compression.codec"]
-            .iter()
-            .any(|name| self.properties.get(*name).is_some_and(|codec| codec != "none"))
+        self.properties.get("compression.type").is_some_and(|codec| codec != "none")
     }
 }
 
@@ -168,6 +166,14 @@ pub struct Worker {
     pub reconnect_max: Duration,
     pub exit_on_refusal: bool,
 }
+
+/// librdkafka's second names; which of two wins is left to chance there.
+const ALIASES: &[(&str, &str)] = &[
+    ("compression.codec", "compression.type"),
+    ("max.in.flight", "max.in.flight.requests.per.connection"),
+    ("queue.buffering.max.ms", "linger.ms"),
+    ("sasl.mechanisms", "sasl.mechanism"),
+];
 
 /// librdkafka properties that the promise rests on; design: idempotence, stop-the-line, bounds.
 const FIXED_PROPERTIES: &[&str] = &[
@@ -325,6 +331,7 @@ enum EnvType {
     Literal,
 }
 
+const SECTIONS: [&str; 4] = ["POSTGRES_", "KAFKA_", "WORKER_", "OUTBOX"];
 const ENV_PREFIX: &str = "OUTBOX_TAILER_";
 
 /// Values from the command line, which win over everything else.
@@ -335,6 +342,12 @@ pub struct Overrides {
     pub slot: Option<String>,
     pub publication: Option<String>,
     pub exit_on_refusal: bool,
+}
+
+/// The environment, without what is not text.
+pub fn environment() -> impl Iterator<Item = (String, String)> {
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
 }
 
 /// Reads the file (if any), lays environment and flags over it, and validates.
@@ -361,8 +374,9 @@ pub fn load(
     let mut place = file.map_or("the configuration".to_owned(), |p| p.display().to_string());
     for (name, value) in env {
         let Some(rest) = name.strip_prefix(ENV_PREFIX) else { continue };
-        if ["CONFIG", "LOG", "LOG_FORMAT"].contains(&rest) {
-            continue; // read by the command line and the logger
+        // Kubernetes names variables after a service, too.
+        if !SECTIONS.iter().any(|section| rest.starts_with(section)) {
+            continue;
         }
         overlay_env(&mut table, &name, rest, value)?;
         if file.is_none() {
@@ -466,12 +480,13 @@ fn validate(raw: Raw) -> Result<Config> {
     let config = Config {
         worker: Worker {
             instance: worker.instance.clone().unwrap_or_else(default_instance),
-            window_events: at_least(worker.window_events.unwrap_or(10_000), 1, "worker.window_events")?,
+            window_events: at_least(worker.window_events.unwrap_or(10_000), 1, "worker.window_events")?
+                .min(1_000_000),
             window_bytes: at_least(worker.window_bytes.unwrap_or(16 << 20), 1, "worker.window_bytes")?,
             position_interval: ms(worker.position_interval_ms, 100),
             idle_interval: ms(worker.idle_interval_ms, 10_000),
             shutdown_timeout: ms(worker.shutdown_timeout_ms, 10_000),
-            reconnect_max: ms(worker.reconnect_max_ms, 10_000),
+            reconnect_max: positive_ms(worker.reconnect_max_ms, 10_000, "worker.reconnect_max_ms")?,
             exit_on_refusal: worker.exit_on_refusal.unwrap_or(false),
         },
         postgres: postgres(raw.postgres)?,
@@ -498,6 +513,13 @@ fn at_least(value: usize, least: usize, key: &str) -> Result<usize> {
     }
 }
 
+fn positive_ms(given: Option<u64>, default: u64, key: &str) -> Result<Duration> {
+    match given.unwrap_or(default) {
+        0 => Err(Error::mistake(format!("{key} = 0: must be at least 1"))),
+        ms => Ok(Duration::from_millis(ms)),
+    }
+}
+
 fn default_instance() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_else(|_| "worker".to_owned());
     format!("{}:{}", host.trim(), std::process::id())
@@ -518,6 +540,9 @@ fn postgres(raw: RawPostgres) -> Result<Postgres> {
     }
     if parsed.get_user().is_none() {
         return Err(Error::mistake("postgres.url names no user"));
+    }
+    if !parsed.get_hostaddrs().is_empty() {
+        return Err(Error::mistake("postgres.url: hostaddr is not supported, give the address as host"));
     }
     let slot = raw.slot.unwrap_or_else(|| "outbox_tailer".to_owned());
     let slot_ok = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
@@ -548,8 +573,8 @@ fn postgres(raw: RawPostgres) -> Result<Postgres> {
         slot,
         publication,
         failover: raw.failover,
-        connect_timeout: Duration::from_millis(raw.connect_timeout_ms.unwrap_or(10_000)),
-        silence_timeout: Duration::from_millis(raw.silence_timeout_ms.unwrap_or(30_000)),
+        connect_timeout: positive_ms(raw.connect_timeout_ms, 10_000, "postgres.connect_timeout_ms")?,
+        silence_timeout: positive_ms(raw.silence_timeout_ms, 30_000, "postgres.silence_timeout_ms")?,
         receive_buffer_bytes: raw.receive_buffer_bytes.unwrap_or(128 << 10),
     })
 }
@@ -684,17 +709,18 @@ fn kafka(raw: RawKafka) -> Result<Kafka> {
                 )));
             }
         };
-        properties.insert(name, text);
-    }
-    let in_flight = ["max.in.flight.requests.per.connection", "max.in.flight"];
-    for name in in_flight {
-        if let Some(value) = properties.get(name)
-            && !value.parse::<u32>().is_ok_and(|n| (1..=5).contains(&n))
-        {
-            return Err(Error::mistake(format!(
-                "kafka.properties: {name} = {value}: idempotence keeps the order for 1 to 5 requests in flight"
-            )));
+        let name =
+            ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, name)| (*name).to_owned());
+        if properties.insert(name.clone(), text).is_some() {
+            return Err(Error::mistake(format!("kafka.properties: {name} is given twice, under two names")));
         }
+    }
+    if let Some(value) = properties.get("max.in.flight.requests.per.connection")
+        && !value.parse::<u32>().is_ok_and(|n| (1..=5).contains(&n))
+    {
+        return Err(Error::mistake(format!(
+            "kafka.properties: max.in.flight.requests.per.connection = {value}: idempotence keeps the order for 1 to 5 requests in flight"
+        )));
     }
     Ok(Kafka {
         brokers,

@@ -41,6 +41,8 @@ pub struct Table {
     /// `relpersistence`: only p (permanent) is in the WAL.
     pub persistence: String,
     pub member: Option<Member>,
+    /// Has children by INHERITS, which are published under their own names.
+    pub children: bool,
 }
 
 /// The table's row in `pg_publication_rel`.
@@ -77,6 +79,7 @@ jsonb_build_object(
     SELECT jsonb_object_agg(w.schema || '.' || w.name,
       CASE WHEN c.oid IS NOT NULL THEN
         jsonb_build_object('oid', c.oid::bigint, 'kind', c.relkind, 'persistence', c.relpersistence,
+          'children', c.relkind = 'r' AND EXISTS (SELECT FROM pg_inherits i WHERE i.inhparent = c.oid),
           'member', (SELECT jsonb_build_object('oid', r.oid::bigint, 'xmin', r.xmin::text,
                               'filter', to_jsonb(r)->>'prqual', 'columns', to_jsonb(r)->>'prattrs')
                      FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
@@ -90,9 +93,10 @@ jsonb_build_object(
       FROM unnest($2::text[], $3::text[]) AS w(schema, name)
       JOIN pg_namespace n ON n.nspname = w.schema
       JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name AND c.relkind = 'p'
-      JOIN pg_inherits i ON i.inhparent = c.oid
+      JOIN pg_inherits i ON i.inhparent = c.oid AND NOT i.inhdetachpending
       UNION ALL
-      SELECT tree.root, i.inhrelid, i.xmin::text FROM tree JOIN pg_inherits i ON i.inhparent = tree.inhrelid)
+      SELECT tree.root, i.inhrelid, i.xmin::text
+      FROM tree JOIN pg_inherits i ON i.inhparent = tree.inhrelid AND NOT i.inhdetachpending)
     SELECT coalesce(jsonb_object_agg(tree.root || '/' || tree.inhrelid,
              jsonb_build_object('persistence', c.relpersistence, 'xmin', tree.xmin)), '{}')
     FROM tree JOIN pg_class c ON c.oid = tree.inhrelid))";
@@ -104,22 +108,26 @@ jsonb_build_object(
 /// publication is not enough to go by, because `ALTER PUBLICATION ... SET (...)` takes none.
 /// Parameters as for [`DESCRIPTOR_SQL`]. Must be a statement of its own, before the comparison.
 pub const IN_FLIGHT_SQL: &str = "
-WITH horizon AS (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next),
+WITH RECURSIVE horizon AS (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next),
 wanted AS (
   SELECT c.oid FROM unnest($2::text[], $3::text[]) AS w(schema, name)
   JOIN pg_namespace n ON n.nspname = w.schema
   JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name),
+tree AS (
+  SELECT i.inhrelid, i.xmax FROM wanted JOIN pg_inherits i ON i.inhparent = wanted.oid
+  UNION ALL
+  SELECT i.inhrelid, i.xmax FROM tree JOIN pg_inherits i ON i.inhparent = tree.inhrelid),
 touched AS (
   SELECT p.xmax::text::bigint AS xid FROM pg_publication p WHERE p.pubname = $1::text
   UNION ALL
   SELECT r.xmax::text::bigint FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
   WHERE p.pubname = $1::text
   UNION ALL
-  SELECT i.xmax::text::bigint FROM wanted JOIN pg_inherits i ON i.inhparent = wanted.oid),
+  SELECT tree.xmax::text::bigint FROM tree),
 widened AS (
-  -- 32 bits to 64: the newest transaction id with these low bits that has been given out.
-  SELECT CASE WHEN (next & ~4294967295) + xid < next THEN (next & ~4294967295) + xid
-              ELSE (next & ~4294967295) + xid - 4294967296 END AS xid
+  -- 32 bits to 64: the nearest to the next one. A running transaction may be newer than that, which
+  -- is one after the newest that has ended.
+  SELECT next + (xid - (next & 4294967295) + 6442450944) % 4294967296 - 2147483648 AS xid
   FROM touched, horizon WHERE xid <> 0)
 SELECT EXISTS (SELECT FROM widened WHERE xid > 0 AND pg_xact_status(xid::text::xid8) = 'in progress')";
 
@@ -190,8 +198,8 @@ impl Descriptor {
             if was.oid != is.oid {
                 return Some(format!("{name} is another table now (OID {}, it was {})", is.oid, was.oid));
             }
-            if is.persistence != "p" {
-                return Some(format!("table {name} is not logged, its rows are not in the stream"));
+            if let Some(problem) = is.unsuitable(name) {
+                return Some(problem);
             }
             match (&was.member, &is.member) {
                 (Some(_), None) => {
@@ -290,6 +298,9 @@ impl Publication {
 impl Table {
     pub fn unsuitable(&self, name: &str) -> Option<String> {
         match (self.kind.as_str(), self.persistence.as_str()) {
+            ("r", "p") if self.children => Some(format!(
+                "table {name} has child tables (INHERITS), whose rows come under their own names and would be missed: publish them as outbox tables of their own, or make {name} a partitioned table"
+            )),
             ("r" | "p", "p") => None,
             ("r" | "p", _) => Some(format!(
                 "table {name} is not logged (UNLOGGED or temporary), its rows are not in the WAL"
@@ -320,7 +331,13 @@ mod tests {
             all_tables: false,
         };
         let member = Member { oid: 2, xmin: "700".into(), filter: None, columns: None };
-        let table = Table { oid: 3, kind: "p".into(), persistence: "p".into(), member: Some(member) };
+        let table = Table {
+            oid: 3,
+            kind: "p".into(),
+            persistence: "p".into(),
+            member: Some(member),
+            children: false,
+        };
         let leaf = Leaf { persistence: "p".into(), xmin: "690".into() };
         Descriptor {
             publication: Some(publication),

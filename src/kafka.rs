@@ -33,14 +33,21 @@ pub struct Producer {
     /// librdkafka's `message.max.bytes` in force.
     pub max_message_bytes: usize,
     /// A larger record may be refused by the broker, which only it can tell when batches are
-    /// compressed: it must be acknowledged before anything else is sent.
-    pub alone_over: usize,
+    /// compressed: it must be acknowledged before anything else is sent. Bytes of a batch of one.
+    pub alone_over_bytes: usize,
 }
 
-/// The window that fits librdkafka's queue: half of it, so that the queue is never full for long.
-pub fn window_events(kafka: &Kafka, worker: &Worker) -> usize {
-    let queue = kafka.properties.get("queue.buffering.max.messages").and_then(|n| n.parse::<usize>().ok());
-    queue.map_or(worker.window_events, |queue| worker.window_events.min(queue / 2).max(1))
+/// The window, in events and bytes, that fits librdkafka's queue: half of it, so that the queue is
+/// never full for long.
+pub fn window(kafka: &Kafka, worker: &Worker) -> (usize, usize) {
+    let given = |name: &str| kafka.properties.get(name).and_then(|n| n.parse::<usize>().ok());
+    let half =
+        |window: usize, queue: Option<usize>| queue.map_or(window, |queue| window.min(queue / 2).max(1));
+    let kbytes = given("queue.buffering.max.kbytes");
+    (
+        half(worker.window_events, given("queue.buffering.max.messages")),
+        half(worker.window_bytes, kbytes.map(|kbytes| kbytes.saturating_mul(1024))),
+    )
 }
 
 /// What the broker has said of one event.
@@ -53,7 +60,14 @@ pub enum Report {
 #[derive(Debug)]
 pub enum DeliveryError {
     /// The broker takes no record of this size (or the event cannot be valid for it).
-    Rejected { event_id: String, key: Option<String>, bytes: usize, reason: String },
+    Rejected {
+        /// For its size, or for that of its batch.
+        size: bool,
+        event_id: String,
+        key: Option<String>,
+        bytes: usize,
+        reason: String,
+    },
     /// Anything that a new producer may get past.
     Other(String),
 }
@@ -112,6 +126,7 @@ fn delivery_error(error: &KafkaError, message: &impl Message) -> DeliveryError {
             let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
             let id = message.headers().and_then(|h| h.iter().find(|h| h.key == ID_HEADER)?.value.map(text));
             DeliveryError::Rejected {
+                size: code == MessageSizeTooLarge,
                 event_id: id.unwrap_or_default(),
                 key: message.key().map(text),
                 bytes: message.payload().map_or(0, <[u8]>::len) + message.key().map_or(0, <[u8]>::len),
@@ -123,11 +138,17 @@ fn delivery_error(error: &KafkaError, message: &impl Message) -> DeliveryError {
 }
 
 impl Producer {
-    /// Builds the producer; it connects by itself.
+    /// Builds the producer; it connects by itself. `one_by_one`: each record is acknowledged before
+    /// the next one is sent, to find the one that a broker refuses.
     ///
     /// # Errors
     /// A mistake when librdkafka refuses a property or its value.
-    pub fn new(kafka: &Kafka, worker: &Worker, topics: &BTreeMap<String, TopicFacts>) -> Result<Self> {
+    pub fn new(
+        kafka: &Kafka,
+        worker: &Worker,
+        topics: &BTreeMap<String, TopicFacts>,
+        one_by_one: bool,
+    ) -> Result<Self> {
         let mut config = client_config(kafka)?;
         let smallest_limit = topics.values().filter_map(|t| t.max_message_bytes).min();
         let largest_limit = topics.values().filter_map(|t| t.max_message_bytes).max();
@@ -145,7 +166,12 @@ impl Producer {
         let inner = config.create_with_context(Reports(Arc::clone(&reports))).map_err(property_error)?;
         let max_message_bytes =
             config.get("message.max.bytes").and_then(|n| n.parse().ok()).unwrap_or(1_000_000);
-        Ok(Producer { inner, reports, max_message_bytes, alone_over: smallest_limit.unwrap_or(1_000_000) })
+        Ok(Producer {
+            inner,
+            reports,
+            max_message_bytes,
+            alone_over_bytes: if one_by_one { 0 } else { smallest_limit.unwrap_or(1_000_000) },
+        })
     }
 
     /// Hands a record to librdkafka, which copies it.
@@ -374,10 +400,10 @@ async fn describe(
 
 fn property_error(e: KafkaError) -> Error {
     let text = match &e {
-        KafkaError::ClientConfig(_, reason, name, value) if name != "sasl.password" => {
-            format!("kafka.properties: {name} = {value}: {}", reason.trim())
+        // Without the value, which may be a secret.
+        KafkaError::ClientConfig(_, reason, name, _) => {
+            format!("kafka.properties: {name}: {}", reason.trim())
         }
-        KafkaError::ClientConfig(_, reason, name, _) => format!("kafka: {name}: {}", reason.trim()),
         other => format!("kafka: {other}"),
     };
     Error::new(Kind::Mistake, text)

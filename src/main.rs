@@ -42,7 +42,7 @@ async fn command(cli: Cli) -> Result<()> {
     if let Command::Run(args) = &cli.command {
         overrides.exit_on_refusal = args.exit_on_refusal;
     }
-    let config: Config = config::load(cli.common.config.as_deref(), std::env::vars(), &overrides)?;
+    let config: Config = config::load(cli.common.config.as_deref(), config::environment(), &overrides)?;
     match cli.command {
         Command::Run(_) => run::run(&config, stop_on_signals()?).await,
         Command::Init(args) => init::init(&config, &args).await,

@@ -161,15 +161,15 @@ pub async fn record_kafka(
 }
 
 /// Leaves word of a refusal in the row, where operators and commands find it; not while another
-/// worker streams, whose row it is.
+/// worker streams, whose row it is. Gives whether it was written.
 ///
 /// # Errors
 /// By SQLSTATE.
-pub async fn record_refusal(client: &Client, slot: &str, refusal: &Value) -> Result<()> {
+pub async fn record_refusal(client: &Client, slot: &str, refusal: &Value) -> Result<bool> {
     let sql = "UPDATE outbox_tailer.position SET refusal = $2, updated_at = now() WHERE slot = $1
                AND NOT EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = $1 AND active)";
-    client.execute(sql, &[&slot, refusal]).await.map_err(|e| sql_error("cannot record the refusal", e))?;
-    Ok(())
+    let written = client.execute(sql, &[&slot, refusal]).await;
+    Ok(written.map_err(|e| sql_error("cannot record the refusal", e))? > 0)
 }
 
 /// The newest audit record of the slot, which changes when an operator decides something, and

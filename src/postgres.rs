@@ -19,7 +19,7 @@ pub const PINNED_OPTIONS: &str = "-c DateStyle=ISO,MDY -c TimeZone=UTC -c Interv
 /// For SQL sessions: the position must move while `default_transaction_read_only` is on (some
 /// services turn it on when the disk fills), and must not wait for a standby that is ourselves.
 const SQL_OPTIONS: &str = "-c default_transaction_read_only=off -c synchronous_commit=local -c statement_timeout=30s \
-     -c lock_timeout=20s -c idle_in_transaction_session_timeout=60s -c search_path=pg_catalog";
+     -c lock_timeout=20s -c idle_in_transaction_session_timeout=60s -c idle_session_timeout=0 -c search_path=pg_catalog";
 
 pub const APPLICATION_NAME: &str = "outbox-tailer";
 
@@ -137,6 +137,7 @@ async fn connect_to(settings: &Postgres, endpoint: &Endpoint) -> Result<(Sql, bo
         .user(given.get_user().unwrap_or_default())
         .dbname(given.get_dbname().or(given.get_user()).unwrap_or_default())
         .application_name(APPLICATION_NAME)
+        .channel_binding(given.get_channel_binding())
         .options(format!("{} {PINNED_OPTIONS} {SQL_OPTIONS}", given.get_options().unwrap_or_default()))
         .connect_timeout(settings.connect_timeout)
         .keepalives_idle(Duration::from_secs(10))

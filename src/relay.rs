@@ -194,6 +194,16 @@ impl Relay {
         self.progress.confirmable()
     }
 
+    /// Number of the oldest event that is not acknowledged, or of the next one.
+    pub fn oldest(&self) -> Seq {
+        self.progress.oldest()
+    }
+
+    /// Events and positions from the oldest unacknowledged event on.
+    pub fn queued(&self) -> usize {
+        self.progress.queued()
+    }
+
     pub fn in_flight_events(&self) -> usize {
         self.progress.in_flight_events()
     }

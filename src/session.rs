@@ -10,7 +10,7 @@
 //! The session owns relay, producer, keeper and stream: when it ends, everything in flight ends
 //! with it, and the next one starts from the persisted position.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -33,11 +33,18 @@ const REPEAT_STATUS: Duration = Duration::from_millis(50);
 const STUCK_AFTER: Duration = Duration::from_secs(15);
 /// Between two attempts to persist before the session ends.
 const LAST_WRITES: Duration = Duration::from_millis(20);
+/// Brokers forget an idle producer after a day (`producer.id.expiration.ms`).
+const PRODUCER_KNOWN: Duration = Duration::from_secs(3600);
+/// Positions and acknowledged events kept behind an unacknowledged one, in windows.
+const QUEUED_WINDOWS: usize = 4;
+/// An unchanged reason why the position does not move is told again after this.
+const REPEAT_BUSY: Duration = Duration::from_secs(60);
 const QUEUE_FULL_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub struct Session<'a> {
     pub worker: &'a Worker,
     pub window_events: usize,
+    pub window_bytes: usize,
     pub relay: Relay,
     pub producer: Producer,
     pub keeper: Keeper,
@@ -55,8 +62,12 @@ pub struct Outcome {
     pub persisted: Lsn,
     /// `Ok` after a graceful stop.
     pub result: Result<()>,
-    pub published: u64,
+    /// Whether the position moved.
+    pub advanced: bool,
+    /// Events published and not acknowledged.
     pub undelivered: usize,
+    /// The broker refused a batch of several events for its size: which of them is not known.
+    pub batch_refused: bool,
 }
 
 struct State {
@@ -68,14 +79,18 @@ struct State {
     last_status: (Instant, Lsn),
     status_due: bool,
     last_heard: Instant,
-    last_ack: Instant,
+    /// The oldest unacknowledged event, and since when it is that.
+    oldest: (Seq, Instant),
     stuck: bool,
+    /// When it was last said that the position does not move.
+    busy_told: Option<Instant>,
+    batch_refused: bool,
     /// The last event sent must be acknowledged before another one is sent. A broker takes any
     /// sequence number from a producer that it does not know yet in a partition (Kafka,
     /// `ProducerAppendInfo.checkSequence`), so a second batch could pass a first one that failed.
     alone: bool,
-    /// By topic, the partitions in which the broker knows this producer.
-    known: HashMap<String, HashSet<i32>>,
+    /// By topic and partition, when a record was last sent there: the broker knows this producer.
+    known: HashMap<String, HashMap<i32, Instant>>,
     /// A delivery has failed.
     failed: bool,
     /// Set once the session is to end after what is in flight.
@@ -83,12 +98,13 @@ struct State {
 }
 
 impl State {
-    /// Whether this is the session's first record for its partition.
-    fn is_first(&mut self, record: &Record<'_>) -> bool {
+    /// Whether the broker may not know this producer in the record's partition.
+    fn is_first(&mut self, record: &Record<'_>, now: Instant) -> bool {
         if !self.known.contains_key(record.topic) {
-            self.known.insert(record.topic.to_owned(), HashSet::new());
+            self.known.insert(record.topic.to_owned(), HashMap::new());
         }
-        self.known.get_mut(record.topic).is_some_and(|partitions| partitions.insert(record.partition))
+        let last = self.known.get_mut(record.topic).and_then(|p| p.insert(record.partition, now));
+        last.is_none_or(|last| now - last > PRODUCER_KNOWN)
     }
 }
 
@@ -103,6 +119,7 @@ impl Session<'_> {
     /// Runs until the stream fails, an event cannot be published, or `stop` becomes true.
     pub async fn run(mut self, stop: &mut watch::Receiver<bool>) -> Outcome {
         let now = Instant::now();
+        let before = self.persisted;
         let mut state = State {
             received: self.persisted,
             published: 0,
@@ -112,8 +129,10 @@ impl Session<'_> {
             last_status: (now, Lsn::from(0)),
             status_due: true,
             last_heard: now,
-            last_ack: now,
+            oldest: (0, now),
             stuck: false,
+            busy_told: None,
+            batch_refused: false,
             alone: false,
             known: HashMap::new(),
             failed: false,
@@ -138,7 +157,13 @@ impl Session<'_> {
             skipped = ignored.skipped,
             "session ended"
         );
-        Outcome { persisted: self.persisted, result, published: state.published, undelivered }
+        Outcome {
+            persisted: self.persisted,
+            result,
+            advanced: self.persisted > before,
+            undelivered,
+            batch_refused: state.batch_refused,
+        }
     }
 
     async fn serve(&mut self, state: &mut State, stop: &mut watch::Receiver<bool>) -> Result<()> {
@@ -186,19 +211,20 @@ impl Session<'_> {
                         Moved::To(lsn) => {
                             self.persisted = lsn;
                             state.status_due = true;
+                            state.busy_told = None;
                         }
-                        Moved::Busy(why) => tracing::warn!(position = %self.persisted, "the position does not move: {why}"),
+                        Moved::Busy(why) => {
+                            if state.busy_told.is_none_or(|at| at.elapsed() > REPEAT_BUSY) {
+                                tracing::warn!(position = %self.persisted, "the position does not move: {why}");
+                                state.busy_told = Some(Instant::now());
+                            }
+                        }
                     }
                 }
                 () = self.producer.reported() => {
                     self.producer.take_reports(&mut reports);
-                    state.last_ack = Instant::now();
                     for report in reports.drain(..) {
                         self.report(state, report)?;
-                    }
-                    if state.stuck {
-                        state.stuck = false;
-                        tracing::info!(ready = true, "Kafka acknowledges again");
                     }
                 }
                 _ = ticks.tick() => self.tick(state).await?,
@@ -215,7 +241,8 @@ impl Session<'_> {
         let events = self.relay.in_flight_events();
         (events == 0 || !state.alone)
             && events < self.window_events
-            && self.relay.in_flight_bytes() < self.worker.window_bytes
+            && self.relay.queued() < self.window_events.saturating_mul(QUEUED_WINDOWS)
+            && self.relay.in_flight_bytes() < self.window_bytes
     }
 
     /// Stops reading; what is in flight, if that is to be waited for, and the position of what is
@@ -233,6 +260,7 @@ impl Session<'_> {
 
     /// Decodes what is in the buffer and hands it to the producer, as far as the window allows.
     async fn publish_buffered(&mut self, state: &mut State) -> Result<()> {
+        let now = Instant::now();
         while self.has_room(state) {
             let Some(received) = self.stream.take()? else { return Ok(()) };
             match received {
@@ -242,15 +270,12 @@ impl Session<'_> {
                     };
                     match output {
                         Output::Publish { seq, record } => {
-                            let first = state.is_first(&record);
-                            let alone = first || record.batch_bytes() > self.producer.alone_over;
+                            let first = state.is_first(&record, now);
+                            let alone = first || record.batch_bytes() > self.producer.alone_over_bytes;
                             match hand_over(&self.producer, seq, &record).await {
                                 Ok(()) => {
                                     state.alone = alone;
                                     state.published += 1;
-                                    if self.relay.in_flight_events() == 1 {
-                                        state.last_ack = Instant::now();
-                                    }
                                 }
                                 Err(refused) => {
                                     let error = match refused {
@@ -278,7 +303,7 @@ impl Session<'_> {
                     self.relay.handle(Input::Keepalive { wal_end }).map_err(stopped)?;
                     state.status_due |= reply_requested;
                 }
-                Received::Notice { warning: true, text } if text.contains("publication") => {
+                Received::Notice { rows_skipped: true, text } => {
                     return Err(publication_refusal(&format!("the server skips rows: {text}")));
                 }
                 Received::Notice { text, .. } => tracing::warn!("PostgreSQL says: {text}"),
@@ -296,14 +321,25 @@ impl Session<'_> {
             }
             Report::Failed { seq, why } => {
                 let error = match why {
-                    DeliveryError::Rejected { event_id, key, bytes, reason } => {
+                    // A batch of several fails as a whole; only an event that was alone is at fault.
+                    DeliveryError::Rejected { size: true, .. } if !state.alone => {
+                        state.batch_refused = true;
+                        Error::wait("the broker refused a batch for its size; its events are sent one by one")
+                    }
+                    DeliveryError::Rejected { event_id, key, bytes, reason, .. } => {
                         self.poison(seq, &event_id, key, Unpublishable::Rejected { bytes, reason })
                     }
                     DeliveryError::Other(why) => Error::wait(format!("Kafka did not take an event: {why}")),
                 };
                 self.relay.handle(Input::Failed(seq)).map_err(stopped)?;
-                // The first failure is the cause, the others follow from it.
-                if !state.failed {
+                // The first failure is the cause, the others follow from it; but of a batch with one
+                // invalid record the broker may report another one first.
+                let clearer = matches!(error.kind, Kind::Refusal(_))
+                    && state
+                        .ending
+                        .as_ref()
+                        .is_some_and(|e| e.why.as_ref().is_err_and(|e| e.kind == Kind::Wait));
+                if !state.failed || clearer {
                     state.failed = true;
                     self.stop_the_line(state, error);
                 }
@@ -374,12 +410,18 @@ impl Session<'_> {
             self.status(state, ask).await?;
         }
         let waits = self.relay.in_flight_events();
-        if waits > 0 && !state.stuck && now - state.last_ack >= STUCK_AFTER {
+        if waits == 0 || self.relay.oldest() != state.oldest.0 {
+            state.oldest = (self.relay.oldest(), now);
+            if std::mem::take(&mut state.stuck) {
+                tracing::info!(ready = true, "Kafka acknowledges again");
+            }
+        }
+        if !state.stuck && now - state.oldest.1 >= STUCK_AFTER {
             state.stuck = true;
             tracing::warn!(
                 ready = false,
                 in_flight = waits,
-                "Kafka has acknowledged nothing for {} s; nothing is confirmed, WAL is kept",
+                "Kafka does not acknowledge the oldest event since {} s; nothing is confirmed, WAL is kept",
                 STUCK_AFTER.as_secs()
             );
         }

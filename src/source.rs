@@ -56,9 +56,10 @@ pub enum Received {
         wal_end: Lsn,
         reply_requested: bool,
     },
-    /// A NOTICE or WARNING: severity and text.
+    /// A NOTICE or WARNING.
     Notice {
-        warning: bool,
+        /// PostgreSQL 18: the publication was missing when rows were decoded.
+        rows_skipped: bool,
         text: String,
     },
 }
@@ -119,7 +120,7 @@ impl Session {
         loop {
             let (tag, body) = self.message().await?;
             match tag {
-                b'R' => self.authenticate(&body, user, password.as_deref(), &mut scram).await?,
+                b'R' => self.authenticate(settings, &body, user, password.as_deref(), &mut scram).await?,
                 b'E' => return Err(self.refused("refuses the replication connection", &body)),
                 b'K' => self.backend_pid = (&body[..]).try_get_i32().unwrap_or_default(),
                 b'Z' => return Ok(()),
@@ -130,6 +131,7 @@ impl Session {
 
     async fn authenticate(
         &mut self,
+        settings: &Postgres,
         body: &[u8],
         user: &str,
         password: Option<&[u8]>,
@@ -143,13 +145,10 @@ impl Session {
         let authentication = |e| Error::mistake(format!("authentication at {endpoint} failed")).because(e);
         match kind {
             auth::OK => Ok(()),
-            auth::CLEARTEXT_PASSWORD if self.socket.is_tls() || self.endpoint.is_local() => {
+            auth::CLEARTEXT_PASSWORD => {
                 let password = password.ok_or_else(needed)?;
                 self.write(|out| frontend::password_message(password, out)).await
             }
-            auth::CLEARTEXT_PASSWORD => Err(Error::mistake(format!(
-                "PostgreSQL at {endpoint} asks for the password in clear text over an unencrypted connection; use TLS or scram-sha-256"
-            ))),
             auth::MD5_PASSWORD => {
                 let salt: [u8; 4] =
                     data.try_into().map_err(|_| self.broken("a salt of four bytes was expected"))?;
@@ -157,6 +156,8 @@ impl Session {
                 self.write(|out| frontend::password_message(hash.as_bytes(), out)).await
             }
             auth::SASL => {
+                let bound =
+                    settings.url.get_channel_binding() == tokio_postgres::config::ChannelBinding::Require;
                 let offered: Vec<&[u8]> = data.split(|b| *b == 0).collect();
                 let offers = |name: &str| offered.contains(&name.as_bytes());
                 let (mechanism, binding) = match self.socket.channel_binding() {
@@ -166,6 +167,11 @@ impl Session {
                     Some(_) => (SCRAM_SHA_256, ChannelBinding::unrequested()),
                     None => (SCRAM_SHA_256, ChannelBinding::unsupported()),
                 };
+                if bound && mechanism != SCRAM_SHA_256_PLUS {
+                    return Err(Error::mistake(format!(
+                        "channel_binding=require, and PostgreSQL at {endpoint} does not offer it"
+                    )));
+                }
                 if !offers(mechanism) {
                     return Err(Error::mistake(format!("PostgreSQL at {endpoint} offers no SCRAM-SHA-256")));
                 }
@@ -199,7 +205,10 @@ impl Session {
         let mut rows = Vec::new();
         let mut error = None;
         loop {
-            let (tag, body) = self.message().await?;
+            let (tag, body) = match self.message().await {
+                Ok(message) => message,
+                Err(lost) => return Err(error.unwrap_or(lost)), // a FATAL is the last message
+            };
             match tag {
                 b'D' => rows.push(data_row(&body).ok_or_else(|| self.broken("a malformed row"))?),
                 b'E' => error = Some(self.refused(what, &body)),
@@ -348,10 +357,19 @@ impl Stream {
                 },
                 b'N' => {
                     let fields = ErrorFields::parse(&body);
-                    let warning = fields.severity.as_deref() == Some("WARNING");
-                    Ok(Some(Received::Notice { warning, text: fields.to_error_string() }))
+                    // Texts are translated, codes are not: object_not_in_prerequisite_state.
+                    let rows_skipped = fields.code.as_deref() == Some("55000");
+                    Ok(Some(Received::Notice { rows_skipped, text: fields.to_error_string() }))
                 }
-                b'E' => Err(server_error("the server ended the replication stream", &body)),
+                b'E' => {
+                    let error = server_error("the server ended the replication stream", &body);
+                    // undefined_object, before version 18: decoding looks the publication up as of
+                    // the row, where there was none.
+                    match ErrorFields::parse(&body).code.as_deref() {
+                        Some("42704") => Err(Error::refusal(Refusal::Publication, error.line())),
+                        _ => Err(error),
+                    }
+                }
                 b'c' => Err(Error::wait("the server ended the replication stream")),
                 b'S' => continue, // a setting was changed by reload
                 other => Err(Error::wait(format!(
@@ -446,10 +464,7 @@ fn server_error(what: &str, body: &[u8]) -> Error {
     let fields = ErrorFields::parse(body);
     let code = fields.code.as_deref().unwrap_or_default();
     let detail = fields.detail.as_deref().map_or(String::new(), |d| format!(" ({d})"));
-    let names_publication = fields.message.as_deref().is_some_and(|m| m.starts_with("publication "));
     let kind = match code {
-        // Before version 18: decoding looks the publication up as of the row, where there was none.
-        "42704" if names_publication => Kind::Refusal(Refusal::Publication),
         // In the stream these are states of the slot, which the start check tells apart.
         "42704" | "55000" => Kind::Wait,
         // unrecognized parameter: a pooler that does not know `replication`

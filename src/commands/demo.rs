@@ -64,13 +64,13 @@ struct Seen {
 /// When an event is lost or out of order, or the servers are not to be had.
 pub async fn demo(common: &Common, args: &DemoArgs, mut stop: watch::Receiver<bool>) -> Result<()> {
     let mut overrides = common.overrides();
-    let mut file = config::load(common.config.as_deref(), std::env::vars(), &overrides);
+    let mut file = config::load(common.config.as_deref(), config::environment(), &overrides);
     let mut mock: Option<MockCluster<'static, DefaultProducerContext>> = None;
     if file.is_err() && overrides.brokers.is_none() {
         let cluster =
             MockCluster::new(1).map_err(|e| Error::bug("cannot start the mock broker").because(e))?;
         overrides.brokers = Some(cluster.bootstrap_servers());
-        file = config::load(common.config.as_deref(), std::env::vars(), &overrides);
+        file = config::load(common.config.as_deref(), config::environment(), &overrides);
         mock = Some(cluster);
     }
     let mut config = file?;
@@ -104,6 +104,7 @@ pub async fn demo(common: &Common, args: &DemoArgs, mut stop: watch::Receiver<bo
         TOPIC.clone_into(&mut table.topic);
     }
     if mock.is_none() {
+        delete_topic(&config).await; // of a demo that was killed
         make_topic(&config).await?;
     }
     let result = show(&config, args, &mut stop).await;

@@ -413,6 +413,16 @@ impl Init<'_> {
         .await?;
         transaction.commit().await.map_err(failed)?;
         println!("adopted slot {name} at {confirmed}, publication {}", self.publication());
+        let young = "SELECT EXISTS (SELECT FROM pg_publication p LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid, pg_replication_slots s
+                     WHERE p.pubname = $1 AND s.slot_name = $2
+                       AND least(age(p.xmin), age(r.xmin)) <= age(s.catalog_xmin))";
+        let row = self.sql.client.query_one(young, &[&self.publication(), &name]).await;
+        if row.map_err(|e| sql_error("cannot compare publication and slot", e))?.get(0) {
+            println!(
+                "note: publication {} may have been made or changed after {confirmed}; rows committed between are not in the stream",
+                self.publication()
+            );
+        }
         Ok(())
     }
 
@@ -481,6 +491,10 @@ impl Init<'_> {
             )));
         }
         position::record_kafka(&self.sql.client, self.slot_name(), &now.cluster, &partitions).await?;
+        // A worker that has read the old counts and not started yet must read them again.
+        let epoch = "UPDATE outbox_tailer.position SET epoch = epoch + 1 WHERE slot = $1";
+        let failed = |e| sql_error("cannot raise the epoch", e);
+        self.sql.client.execute(epoch, &[&self.slot_name()]).await.map_err(failed)?;
         let detail = json!({ "cluster": now.cluster, "partitions": partitions });
         position::audit(&self.sql.client, self.slot_name(), "accept-kafka", &detail).await?;
         println!("recorded Kafka cluster {} with {partitions:?}", now.cluster);

@@ -21,7 +21,7 @@ use crate::startcheck::{self, Facts, Held, Slot};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// How often a refused worker looks whether an operator has decided something.
-const DECISION_POLL: Duration = Duration::from_secs(1);
+const DECISION_POLL: Duration = Duration::from_secs(2);
 /// An unchanged reason for waiting is logged again after this.
 const REPEAT_REASON: Duration = Duration::from_secs(60);
 
@@ -48,7 +48,7 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
             Ok(Attempt::Stopped) => return Ok(()),
             Ok(Attempt::Ended(outcome)) => {
                 settled = true;
-                if outcome.published > 0 {
+                if outcome.advanced {
                     backoff = BACKOFF_MIN;
                 }
                 match outcome.result {
@@ -100,6 +100,8 @@ struct Memory {
     held: Option<Held>,
     /// The newest audit record when the last attempt began.
     decision: Option<i64>,
+    /// The broker refused a batch: the next session finds the event that is at fault.
+    one_by_one: bool,
 }
 
 enum Attempt {
@@ -117,6 +119,7 @@ async fn attempt(config: &Config, memory: &mut Memory, stop: &mut watch::Receive
     if let Some(held) = &mut memory.held {
         held.lsn = outcome.persisted;
     }
+    memory.one_by_one = outcome.batch_refused;
     Ok(Attempt::Ended(outcome))
 }
 
@@ -142,16 +145,18 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
     let mut replication = source::Session::connect(&config.postgres, &sql.endpoint).await?;
     let system = replication.identify_system().await?;
     let history = replication.timeline_history(system.timeline).await?;
-    let start = startcheck::judge(&Facts {
+    let database = database(&sql.client).await?;
+    let facts = Facts {
         slot_name,
-        database: &database(&sql.client).await?,
+        database: &database,
         system: &system,
         history: &history,
         slot: slot.as_ref(),
         row: row.as_ref().map(|r| (r.system_identifier.as_str(), r.timeline, r.confirmed)),
         held: memory.held.as_ref(),
-    })?;
-    let row = row.ok_or_else(|| Error::bug("the start check passed without a position row"))?;
+    };
+    let start = startcheck::judge(&facts)?;
+    let row = row.as_ref().ok_or_else(|| Error::bug("the start check passed without a position row"))?;
     if let Some((from, to)) = start.phantom {
         tracing::error!(
             phantom_from = %from,
@@ -169,22 +174,34 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
     {
         position::record_kafka(&sql.client, slot_name, &kafka.cluster, &placement).await?;
     }
-    let producer = Producer::new(&config.kafka, &config.worker, &kafka.topics)?;
+    let producer = Producer::new(&config.kafka, &config.worker, &kafka.topics, memory.one_by_one)?;
     let tables = tables(config, &accepted, &kafka, &placement, producer.max_message_bytes)?;
     let relay = Relay::new(tables, skips);
 
     let sender_timeout = replication.wal_sender_timeout().await?;
+    let walsender = replication.backend_pid;
     let stream = replication.start(slot_name, &config.postgres.publication, start.from).await?;
-    // The slot is ours now. Whoever had it before can move the position no more.
-    let (epoch, confirmed) = position::take(&sql.client, config, &row, system.timeline).await?;
+    // The slot is ours now, and nobody can move it any more: look again, in case somebody did.
+    let mut ours = read_slot(&sql.client, slot_name).await?;
+    if let Some(slot) = &mut ours {
+        if slot.active_pid.is_some_and(|pid| pid != walsender) {
+            return Err(Error::wait("the two sessions are on different servers"));
+        }
+        slot.active_pid = None;
+    }
+    startcheck::judge(&Facts { slot: ours.as_ref(), ..facts })?;
+    // Whoever had it before can move the position no more.
+    let (epoch, confirmed) = position::take(&sql.client, config, row, system.timeline).await?;
     memory.held =
         Some(Held { system_identifier: system.identifier, timeline: system.timeline, lsn: confirmed });
     let host = sql.endpoint.to_string();
+    let (window_events, window_bytes) = kafka::window(&config.kafka, &config.worker);
     let keeper = Keeper::start(sql, config, epoch, confirmed, accepted).await?;
     tracing::info!(ready = true, host, position = %confirmed, epoch, timeline = system.timeline, "streaming");
     Ok(Session {
         worker: &config.worker,
-        window_events: kafka::window_events(&config.kafka, &config.worker),
+        window_events,
+        window_bytes,
         relay,
         producer,
         keeper,
@@ -192,11 +209,15 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
         persisted: confirmed,
         // Well below half of the time after which the server ends a silent connection.
         status_interval: sender_timeout.map_or(STATUS_INTERVAL_MAX, |t| (t / 4).min(STATUS_INTERVAL_MAX)),
-        silence_timeout: config.postgres.silence_timeout,
+        // While it decodes a transaction that sends nothing, the server answers only after half of
+        // its own time-out, and without one not at all.
+        silence_timeout: config.postgres.silence_timeout.max(sender_timeout.unwrap_or(SILENCE_UNKNOWN)),
     })
 }
 
 const STATUS_INTERVAL_MAX: Duration = Duration::from_secs(10);
+/// With `wal_sender_timeout = 0`.
+const SILENCE_UNKNOWN: Duration = Duration::from_secs(600);
 
 async fn database(client: &Client) -> Result<String> {
     let row = client.query_one("SELECT current_database()::text", &[]).await;
@@ -263,6 +284,7 @@ pub async fn check_columns(client: &Client, tables: &[TableConfig]) -> Result<()
                  SELECT a.attname::text AS name, a.atttypid AS type FROM pg_attribute a
                  JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace
                  WHERE n.nspname = $1 AND c.relname = $2 AND a.attnum > 0 AND NOT a.attisdropped
+                   AND a.attgenerated = '' -- pgoutput leaves generated columns out
                  UNION ALL
                  SELECT base.name, t.typbasetype FROM base JOIN pg_type t ON t.oid = base.type AND t.typtype = 'd')
                SELECT base.name, format_type(t.oid, NULL) FROM base JOIN pg_type t ON t.oid = base.type AND t.typtype <> 'd'";
@@ -279,7 +301,7 @@ pub async fn check_columns(client: &Client, tables: &[TableConfig]) -> Result<()
             let Some(found) = column.0.iter().find(|name| types.contains_key(*name)) else {
                 let known: Vec<&str> = types.keys().map(String::as_str).collect();
                 return Err(Error::mistake(format!(
-                    "table {} has no column {column} (it has {})",
+                    "table {} has no column {column} that can be streamed (it has {})",
                     table.name(),
                     known.join(", ")
                 )));
@@ -364,8 +386,7 @@ async fn decision(config: &Config, refusal: Refusal, error: &Error, told: &mut b
     // A row that a newer version has made is not for us to write.
     if !*told && refusal != Refusal::Schema {
         let record = position::refusal_record(refusal, error);
-        position::record_refusal(&sql.client, &config.postgres.slot, &record).await?;
-        *told = true;
+        *told = position::record_refusal(&sql.client, &config.postgres.slot, &record).await?;
     }
     Ok(last)
 }

@@ -125,6 +125,16 @@ impl Progress {
         self.confirmable
     }
 
+    /// Number of the oldest event that is not acknowledged, or of the next one.
+    pub fn oldest(&self) -> Seq {
+        self.front
+    }
+
+    /// Events and positions from the oldest unacknowledged event on: what memory is taken for.
+    pub fn queued(&self) -> usize {
+        self.queue.len()
+    }
+
     pub fn in_flight_events(&self) -> usize {
         self.in_flight_events
     }
@@ -170,6 +180,20 @@ mod tests {
         let mut p = Progress::new();
         p.position(at(10));
         assert_eq!(p.confirmable(), Some(at(10)));
+    }
+
+    #[test]
+    fn what_waits_behind_an_unacknowledged_event_is_counted() {
+        let mut p = Progress::new();
+        let oldest = p.publish(event(1));
+        for lsn in 1..10 {
+            let seq = p.publish(event(1));
+            p.position(at(lsn));
+            p.acked(seq);
+        }
+        assert_eq!((p.in_flight_events(), p.queued(), p.oldest()), (1, 19, oldest));
+        p.acked(oldest);
+        assert_eq!((p.queued(), p.confirmable()), (0, Some(at(9))));
     }
 
     #[test]

@@ -68,10 +68,6 @@ impl Socket {
         Ok(Socket { transport, behind: false, shut_bytes: usize::MAX })
     }
 
-    pub fn is_tls(&self) -> bool {
-        matches!(self.transport, Transport::Tls(_))
-    }
-
     /// Digest of the server's certificate for `tls-server-end-point` channel binding (RFC 5929):
     /// with the hash of its signature, SHA-256 in place of MD5 and SHA-1.
     pub fn channel_binding(&self) -> Option<Vec<u8>> {

@@ -146,6 +146,12 @@ fn bad_outbox_tables_are_named() {
     bed.sql("CREATE VIEW outbox_view AS SELECT * FROM outbox_event");
     outbox(&mut bed, "public.outbox_view", "");
     bed.mistakes(&["init"], &["public.outbox_view"]);
+    outbox(&mut bed, "public.outbox_event", "");
+    bed.sql("CREATE TABLE outbox_child () INHERITS (outbox_event)");
+    bed.mistakes(&["init"], &["public.outbox_event", "child tables (INHERITS)"]);
+    bed.sql("DROP TABLE outbox_child; ALTER TABLE outbox_event ADD g text GENERATED ALWAYS AS ('x') STORED");
+    outbox(&mut bed, "public.outbox_event", "headers = [{ name = 'g', column = 'g' }]");
+    bed.mistakes(&["init"], &["no column \"g\" that can be streamed"]);
     bed.sql("ALTER TABLE outbox_event SET UNLOGGED");
     outbox(&mut bed, "public.outbox_event", "");
     bed.mistakes(&["init"], &["public.outbox_event", "logged"]);

@@ -127,7 +127,9 @@ fn kafka_is_reached_over_tls_with_a_password() {
 }
 
 fn a_frozen_walsender_is_given_up_and_the_stream_goes_on_when_it_wakes() {
-    let mut bed = Bed::on(Arc::new(Postgres::start(&[])), servers::shared_kafka());
+    // The server's own time-out is the least that silence is borne.
+    let server = Postgres::start(&["wal_sender_timeout=3s"]);
+    let mut bed = Bed::on(Arc::new(server), servers::shared_kafka());
     bed.init();
     bed.settings.postgres = "silence_timeout_ms = 2000".to_owned();
     bed.write_config();

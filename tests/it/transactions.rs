@@ -20,6 +20,7 @@ tests![
     a_row_that_a_savepoint_rolls_back_is_never_published,
     c33_a_partitioned_outbox_takes_new_partitions_while_running,
     c33_a_partition_attached_again_is_refused,
+    c33_a_partition_detached_concurrently_is_no_change,
     c33_an_unlogged_partition_is_refused,
     c35_columns_are_added_dropped_moved_and_renamed_under_load,
     c37_a_row_deleted_in_its_own_transaction_is_published,
@@ -217,6 +218,31 @@ fn c33_a_partition_attached_again_is_refused() {
     worker.refuses("publication");
     let messages = bed.topic.wait_for(delivered.ids());
     crate::support::oracle::check(&bed.committed(), &messages);
+}
+
+/// Its first half changes the partition's catalog row while it is still attached.
+fn c33_a_partition_detached_concurrently_is_no_change() {
+    let mut bed = partitioned();
+    let mut worker = bed.streaming();
+    insert_day(&mut bed, "outbox_event", 2, 10);
+    let mut reader = bed.connect();
+    let mut transaction = reader.transaction().unwrap();
+    transaction.query("SELECT count(*) FROM outbox_event", &[]).unwrap();
+    let mut other = bed.connect();
+    let detaching = std::thread::spawn(move || {
+        other.batch_execute("ALTER TABLE outbox_event DETACH PARTITION outbox_2 CONCURRENTLY").unwrap();
+    });
+    let pending = "SELECT count(*) FROM pg_inherits WHERE inhdetachpending";
+    eventually("the detach waits for the reader", || (bed.value::<i64>(pending) == 1).then_some(()));
+    insert_day(&mut bed, "outbox_event", 1, 5);
+    bed.confirmed();
+    transaction.commit().unwrap();
+    detaching.join().unwrap();
+    insert_day(&mut bed, "outbox_event", 1, 5);
+    bed.arrived();
+    bed.confirmed();
+    assert!(worker.logged("refused: ").is_empty(), "{:#?}", worker.log());
+    worker.stop();
 }
 
 fn c33_an_unlogged_partition_is_refused() {

@@ -10,6 +10,7 @@ use tokio_postgres::{Client, IsolationLevel};
 
 use super::locks::{blocked, lock_command, lock_tables};
 use super::{Init, qualified, record_not_streamed};
+use crate::commands::run::read_slot;
 use crate::error::{Error, Result};
 use crate::postgres::sql_error;
 use crate::{position, source};
@@ -32,7 +33,8 @@ impl Init<'_> {
             return Ok(());
         }
         let made = self.make_slot_and_position().await;
-        if made.is_err() && made_publication {
+        let slot_is_there = || async { Ok(read_slot(&self.sql.client, self.slot_name()).await?.is_some()) };
+        if made.is_err() && made_publication && !slot_is_there().await? {
             // Leave nothing half made behind.
             let drop = format!("DROP PUBLICATION IF EXISTS {}", escape_identifier(self.publication()));
             self.execute(&self.sql.client, "cannot drop the publication again", &drop).await?;
@@ -103,8 +105,8 @@ impl Init<'_> {
     async fn make_slot_and_position(&mut self) -> Result<()> {
         let mut replication = source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
         let system = replication.identify_system().await?;
-        // Of this process, so that two `init` at once do not disturb each other.
-        let temporary = format!("outbox_tailer_init_{}", std::process::id());
+        // Two `init` in two databases at once must not disturb each other.
+        let temporary = format!("outbox_tailer_init_{:016x}", fastrand::u64(..));
         let created = self.create_slot(&mut replication, &temporary).await?;
         let field = |i: usize| created.get(i).cloned().flatten();
         let unexpected = || Error::bug("an unexpected answer to CREATE_REPLICATION_SLOT");
