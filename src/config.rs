@@ -193,6 +193,7 @@ const FIXED_PROPERTIES: &[&str] = &[
     "request.required.acks",
     "retries",
     "sasl.password",
+    "topic.blacklist",
     "transactional.id",
 ];
 
@@ -538,6 +539,16 @@ fn postgres(raw: RawPostgres) -> Result<Postgres> {
     if parsed.get_hosts().is_empty() {
         return Err(Error::mistake("postgres.url names no host"));
     }
+    let odd = |host: &tokio_postgres::config::Host| match host {
+        tokio_postgres::config::Host::Tcp(name) => name.contains(['@', '/', ' ']),
+        tokio_postgres::config::Host::Unix(_) => false,
+    };
+    if parsed.get_hosts().iter().any(odd) {
+        // What looks like the host is the end of the password.
+        return Err(Error::mistake(
+            "postgres.url: the host is not a name; percent-encode @ : / in the password",
+        ));
+    }
     if parsed.get_user().is_none() {
         return Err(Error::mistake("postgres.url names no user"));
     }
@@ -587,6 +598,7 @@ fn tls_mode(text: &str) -> Result<TlsMode> {
         "verify-ca" => TlsMode::VerifyCa,
         "verify-full" => TlsMode::VerifyFull,
         other => {
+            let other = other.split(' ').next().unwrap_or_default();
             return Err(Error::mistake(format!(
                 "postgres.url: sslmode={other} is not one of disable, prefer, require, verify-ca, verify-full"
             )));

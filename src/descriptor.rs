@@ -43,6 +43,8 @@ pub struct Table {
     pub member: Option<Member>,
     /// Has children by INHERITS, which are published under their own names.
     pub children: bool,
+    /// Is a partition or a child itself: its rows may come under the name of the root.
+    pub child: bool,
 }
 
 /// The table's row in `pg_publication_rel`.
@@ -58,6 +60,8 @@ pub struct Member {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leaf {
+    /// `relkind`: r, or p for one that is partitioned itself. A foreign table is not in the WAL.
+    pub kind: String,
     pub persistence: String,
     /// Of its row in `pg_inherits`: another one after a re-attach.
     pub xmin: String,
@@ -80,6 +84,7 @@ jsonb_build_object(
       CASE WHEN c.oid IS NOT NULL THEN
         jsonb_build_object('oid', c.oid::bigint, 'kind', c.relkind, 'persistence', c.relpersistence,
           'children', c.relkind = 'r' AND EXISTS (SELECT FROM pg_inherits i WHERE i.inhparent = c.oid),
+          'child', EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid),
           'member', (SELECT jsonb_build_object('oid', r.oid::bigint, 'xmin', r.xmin::text,
                               'filter', to_jsonb(r)->>'prqual', 'columns', to_jsonb(r)->>'prattrs')
                      FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
@@ -98,7 +103,7 @@ jsonb_build_object(
       SELECT tree.root, i.inhrelid, i.xmin::text
       FROM tree JOIN pg_inherits i ON i.inhparent = tree.inhrelid AND NOT i.inhdetachpending)
     SELECT coalesce(jsonb_object_agg(tree.root || '/' || tree.inhrelid,
-             jsonb_build_object('persistence', c.relpersistence, 'xmin', tree.xmin)), '{}')
+             jsonb_build_object('kind', c.relkind, 'persistence', c.relpersistence, 'xmin', tree.xmin)), '{}')
     FROM tree JOIN pg_class c ON c.oid = tree.inhrelid))";
 
 /// Whether a change of the publication, of its tables' membership or of their partitions is still
@@ -152,7 +157,7 @@ impl Descriptor {
         let mut new = BTreeMap::new();
         for (leaf, found) in &now.leaves {
             match self.leaves.get(leaf) {
-                _ if found.persistence != "p" => {
+                _ if !found.is_logged() => {
                     return Difference::Changed(format!(
                         "partition {leaf} is not logged, its rows are not in the stream"
                     ));
@@ -262,7 +267,7 @@ impl Descriptor {
                 ));
             }
         }
-        let unlogged = self.leaves.iter().find(|(_, leaf)| leaf.persistence != "p");
+        let unlogged = self.leaves.iter().find(|(_, leaf)| !leaf.is_logged());
         unlogged.map(|(name, _)| format!("partition {name} is not logged, its rows are not in the stream"))
     }
 
@@ -295,11 +300,20 @@ impl Publication {
     }
 }
 
+impl Leaf {
+    fn is_logged(&self) -> bool {
+        matches!(self.kind.as_str(), "r" | "p") && self.persistence == "p"
+    }
+}
+
 impl Table {
     pub fn unsuitable(&self, name: &str) -> Option<String> {
         match (self.kind.as_str(), self.persistence.as_str()) {
             ("r", "p") if self.children => Some(format!(
                 "table {name} has child tables (INHERITS), whose rows come under their own names and would be missed: publish them as outbox tables of their own, or make {name} a partitioned table"
+            )),
+            ("r" | "p", "p") if self.child => Some(format!(
+                "table {name} is a partition or child of another table, under whose name its rows may come: configure that one"
             )),
             ("r" | "p", "p") => None,
             ("r" | "p", _) => Some(format!(
@@ -337,8 +351,9 @@ mod tests {
             persistence: "p".into(),
             member: Some(member),
             children: false,
+            child: false,
         };
-        let leaf = Leaf { persistence: "p".into(), xmin: "690".into() };
+        let leaf = Leaf { kind: "r".into(), persistence: "p".into(), xmin: "690".into() };
         Descriptor {
             publication: Some(publication),
             tables: [("public.o".to_owned(), Some(table))].into(),
@@ -383,7 +398,7 @@ mod tests {
 
     #[test]
     fn new_partitions_are_accepted_and_gone_ones_are_no_change() {
-        let leaf = Leaf { persistence: "p".into(), xmin: "705".into() };
+        let leaf = Leaf { kind: "r".into(), persistence: "p".into(), xmin: "705".into() };
         let new = leaf.clone();
         assert_eq!(
             changed(|d| drop(d.leaves.insert("public.o/9".into(), new))),

@@ -138,8 +138,9 @@ fn delivery_error(error: &KafkaError, message: &impl Message) -> DeliveryError {
 }
 
 impl Producer {
-    /// Builds the producer; it connects by itself. `one_by_one`: each record is acknowledged before
-    /// the next one is sent, to find the one that a broker refuses.
+    /// Builds the producer; it connects by itself. `one_by_one`: where the topics' limits are not
+    /// known, each record is acknowledged before the next one is sent, to find the one that a broker
+    /// refuses.
     ///
     /// # Errors
     /// A mistake when librdkafka refuses a property or its value.
@@ -170,7 +171,7 @@ impl Producer {
             inner,
             reports,
             max_message_bytes,
-            alone_over_bytes: if one_by_one { 0 } else { smallest_limit.unwrap_or(1_000_000) },
+            alone_over_bytes: smallest_limit.unwrap_or(if one_by_one { 0 } else { 1_000_000 }),
         })
     }
 
@@ -224,6 +225,8 @@ fn client_config(kafka: &Kafka) -> Result<ClientConfig> {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", &kafka.brokers).set("client.id", "outbox-tailer");
     config.set("socket.keepalive.enable", "true").set("allow.auto.create.topics", "false");
+    // A client whose linger.ms is larger than this would not be made at all.
+    config.set("message.timeout.ms", "0");
     // Reconnect quickly at first, so that a broker's restart costs little.
     config.set("reconnect.backoff.ms", "50").set("reconnect.backoff.max.ms", "2000");
     if let Some(password) = kafka.sasl_password()? {

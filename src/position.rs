@@ -138,7 +138,11 @@ pub async fn take(client: &Client, config: &Config, row: &Row, timeline: u32) ->
         .await
         .map_err(|e| sql_error("cannot take the position", e))?;
     let taken = taken.ok_or_else(|| Error::wait("another worker took the position at the same time"))?;
-    Ok((taken.get(0), taken.get(1)))
+    let (epoch, confirmed) = (taken.get(0), taken.get(1));
+    if confirmed != row.confirmed {
+        return Err(Error::wait("the position was moved while we were starting"));
+    }
+    Ok((epoch, confirmed))
 }
 
 /// Records the Kafka cluster and the number of partitions over which keys are placed.

@@ -14,7 +14,7 @@ use crate::tls;
 /// Settings of every session that reads event rows, so that the text PostgreSQL makes does not
 /// depend on the settings of a role, a database or the server.
 pub const PINNED_OPTIONS: &str = "-c DateStyle=ISO,MDY -c TimeZone=UTC -c IntervalStyle=postgres \
-     -c extra_float_digits=1 -c bytea_output=hex -c standard_conforming_strings=on";
+     -c extra_float_digits=1 -c bytea_output=hex -c standard_conforming_strings=on -c client_min_messages=warning";
 
 /// For SQL sessions: the position must move while `default_transaction_read_only` is on (some
 /// services turn it on when the disk fills), and must not wait for a standby that is ourselves.

@@ -60,6 +60,8 @@ pub struct Session<'a> {
 pub struct Outcome {
     /// The last position that was committed.
     pub persisted: Lsn,
+    /// The last position that was asked for.
+    pub requested: Lsn,
     /// `Ok` after a graceful stop.
     pub result: Result<()>,
     /// Whether the position moved.
@@ -75,6 +77,7 @@ struct State {
     published: u64,
     acked: u64,
     writing: bool,
+    requested: Lsn,
     last_write: Instant,
     last_status: (Instant, Lsn),
     status_due: bool,
@@ -85,10 +88,10 @@ struct State {
     /// When it was last said that the position does not move.
     busy_told: Option<Instant>,
     batch_refused: bool,
-    /// The last event sent must be acknowledged before another one is sent. A broker takes any
+    /// The last event sent, if it must be acknowledged before another one is sent. A broker takes any
     /// sequence number from a producer that it does not know yet in a partition (Kafka,
     /// `ProducerAppendInfo.checkSequence`), so a second batch could pass a first one that failed.
-    alone: bool,
+    alone: Option<Seq>,
     /// By topic and partition, when a record was last sent there: the broker knows this producer.
     known: HashMap<String, HashMap<i32, Instant>>,
     /// A delivery has failed.
@@ -125,6 +128,7 @@ impl Session<'_> {
             published: 0,
             acked: 0,
             writing: false,
+            requested: before,
             last_write: now,
             last_status: (now, Lsn::from(0)),
             status_due: true,
@@ -133,7 +137,7 @@ impl Session<'_> {
             stuck: false,
             busy_told: None,
             batch_refused: false,
-            alone: false,
+            alone: None,
             known: HashMap::new(),
             failed: false,
             ending: None,
@@ -159,6 +163,7 @@ impl Session<'_> {
         );
         Outcome {
             persisted: self.persisted,
+            requested: state.requested,
             result,
             advanced: self.persisted > before,
             undelivered,
@@ -239,7 +244,7 @@ impl Session<'_> {
 
     fn has_room(&self, state: &State) -> bool {
         let events = self.relay.in_flight_events();
-        (events == 0 || !state.alone)
+        (events == 0 || state.alone.is_none())
             && events < self.window_events
             && self.relay.queued() < self.window_events.saturating_mul(QUEUED_WINDOWS)
             && self.relay.in_flight_bytes() < self.window_bytes
@@ -274,7 +279,7 @@ impl Session<'_> {
                             let alone = first || record.batch_bytes() > self.producer.alone_over_bytes;
                             match hand_over(&self.producer, seq, &record).await {
                                 Ok(()) => {
-                                    state.alone = alone;
+                                    state.alone = alone.then_some(seq);
                                     state.published += 1;
                                 }
                                 Err(refused) => {
@@ -322,9 +327,9 @@ impl Session<'_> {
             Report::Failed { seq, why } => {
                 let error = match why {
                     // A batch of several fails as a whole; only an event that was alone is at fault.
-                    DeliveryError::Rejected { size: true, .. } if !state.alone => {
+                    DeliveryError::Rejected { size: true, .. } if state.alone != Some(seq) => {
                         state.batch_refused = true;
-                        Error::wait("the broker refused a batch for its size; its events are sent one by one")
+                        Error::wait("the broker refused a batch for its size")
                     }
                     DeliveryError::Rejected { event_id, key, bytes, reason, .. } => {
                         self.poison(seq, &event_id, key, Unpublishable::Rejected { bytes, reason })
@@ -380,6 +385,7 @@ impl Session<'_> {
             return Ok(Some(due));
         }
         state.writing = true;
+        state.requested = position.lsn;
         // The keeper is idle, so this does not wait; if it has ended, its result says why.
         let _ = self.keeper.requests.send(position).await;
         Ok(None)

@@ -15,6 +15,10 @@ pub struct Held {
     pub system_identifier: String,
     pub timeline: u32,
     pub lsn: Lsn,
+    /// The last position we asked for: its write may have been committed unseen.
+    pub requested: Lsn,
+    /// Ours, while nobody else has taken the slot.
+    pub epoch: i64,
 }
 
 /// The slot's row in `pg_replication_slots`.
@@ -40,8 +44,8 @@ pub struct Facts<'a> {
     /// (timeline, LSN at which it was left), oldest first.
     pub history: &'a [(u32, Lsn)],
     pub slot: Option<&'a Slot>,
-    /// (system identifier, timeline, position) of the row.
-    pub row: Option<(&'a str, u32, Lsn)>,
+    /// (system identifier, timeline, position, epoch) of the row.
+    pub row: Option<(&'a str, u32, Lsn, i64)>,
     pub held: Option<&'a Held>,
 }
 
@@ -59,7 +63,7 @@ pub struct Start {
 /// names the positions.
 pub fn judge(facts: &Facts<'_>) -> Result<Start> {
     let name = facts.slot_name;
-    let (slot, (identifier, row_timeline, position)) = match (facts.slot, facts.row) {
+    let (slot, (identifier, row_timeline, position, epoch)) = match (facts.slot, facts.row) {
         (None, None) => {
             return Err(Error::mistake(format!(
                 "neither slot {name} nor its position row exists in database {}: run `outbox-tailer init`",
@@ -74,7 +78,7 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
                 ),
             ));
         }
-        (None, Some((_, _, position))) => {
+        (None, Some((_, _, position, _))) => {
             return Err(Error::refusal(
                 Refusal::Gap,
                 format!(
@@ -104,9 +108,23 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
             facts.system.timeline
         ));
     }
+    let changed = |limit: &str| {
+        Err(Error::refusal(
+            Refusal::Gap,
+            format!(
+                "the position row of slot {name} says {position}, which {limit}: it was changed by another hand, and events before it may not be published; once they are taken care of, run `outbox-tailer init --start-over --from-now`"
+            ),
+        ))
+    };
+    if position > facts.system.wal_end {
+        return changed(&format!("is beyond the end of the server's WAL, {}", facts.system.wal_end));
+    }
     let mut phantom = None;
     let mut proven = None;
     if let Some(held) = facts.held {
+        if held.epoch == epoch && position > held.requested {
+            return changed(&format!("is more than we have asked for, {}", held.requested));
+        }
         if held.system_identifier != facts.system.identifier {
             return identity(format!(
                 "this server has system identifier {}, the one we published from has {}",
@@ -138,11 +156,6 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
             return identity(format!(
                 "the position row says {position}, but we have published up to {}: the database is a restored or older copy",
                 held.lsn
-            ));
-        } else if facts.system.wal_end < held.lsn {
-            return identity(format!(
-                "the server's WAL ends at {}, but we have published up to {}: the database is a restored or older copy",
-                facts.system.wal_end, held.lsn
             ));
         }
         proven = Some(survives);
@@ -224,7 +237,7 @@ mod tests {
         system: System,
         history: Vec<(u32, Lsn)>,
         slot: Option<Slot>,
-        row: Option<(&'static str, u32, Lsn)>,
+        row: Option<(&'static str, u32, Lsn, i64)>,
         held: Option<Held>,
     }
 
@@ -244,8 +257,14 @@ mod tests {
                 invalidation_reason: None,
                 confirmed: Some(lsn(100)),
             }),
-            row: Some(("7", 1, lsn(100))),
-            held: Some(Held { system_identifier: "7".into(), timeline: 1, lsn: lsn(100) }),
+            row: Some(("7", 1, lsn(100), 5)),
+            held: Some(Held {
+                system_identifier: "7".into(),
+                timeline: 1,
+                lsn: lsn(100),
+                requested: lsn(110),
+                epoch: 5,
+            }),
         }
     }
 
@@ -283,8 +302,20 @@ mod tests {
         starts(|w| w.held = None, 100, None);
         // A crash of the server forgets confirmations that were not checkpointed.
         starts(|w| w.slot.as_mut().unwrap().confirmed = Some(lsn(40)), 100, None);
+        // A write whose answer we did not get.
+        starts(|w| w.row.as_mut().unwrap().2 = lsn(110), 110, None);
         // Another worker moved on while we were away.
-        starts(|w| w.row.as_mut().unwrap().2 = lsn(150), 150, None);
+        starts(|w| w.row = Some(("7", 1, lsn(150), 6)), 150, None);
+    }
+
+    #[test]
+    fn a_position_that_another_hand_has_raised_is_refused() {
+        refuses(|w| w.row.as_mut().unwrap().2 = lsn(111), GAP, "more than we have asked for");
+        refuses(
+            |w| (w.held, w.row.as_mut().unwrap().2) = (None, lsn(201)),
+            GAP,
+            "beyond the end of the server's WAL",
+        );
     }
 
     #[test]
@@ -318,9 +349,9 @@ mod tests {
         refuses(|w| w.system.identifier = "8".into(), IDENTITY, "system identifier 8");
         refuses(|w| w.held.as_mut().unwrap().lsn = lsn(120), IDENTITY, "restored or older copy");
         refuses(
-            |w| (w.held.as_mut().unwrap().lsn, w.row.as_mut().unwrap().2) = (lsn(300), lsn(300)),
-            IDENTITY,
-            "WAL ends at 0/C8",
+            |w| (w.held.as_mut().unwrap().lsn, w.system.wal_end) = (lsn(100), lsn(99)),
+            GAP,
+            "beyond the end of the server's WAL, 0/63",
         );
         refuses(|w| w.held.as_mut().unwrap().timeline = 2, IDENTITY, "older copy");
         refuses(|w| w.row.as_mut().unwrap().1 = 3, IDENTITY, "timeline 3");

@@ -118,6 +118,7 @@ async fn attempt(config: &Config, memory: &mut Memory, stop: &mut watch::Receive
     let outcome = session.run(stop).await;
     if let Some(held) = &mut memory.held {
         held.lsn = outcome.persisted;
+        held.requested = outcome.requested;
     }
     memory.one_by_one = outcome.batch_refused;
     Ok(Attempt::Ended(outcome))
@@ -152,7 +153,7 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
         system: &system,
         history: &history,
         slot: slot.as_ref(),
-        row: row.as_ref().map(|r| (r.system_identifier.as_str(), r.timeline, r.confirmed)),
+        row: row.as_ref().map(|r| (r.system_identifier.as_str(), r.timeline, r.confirmed, r.epoch)),
         held: memory.held.as_ref(),
     };
     let start = startcheck::judge(&facts)?;
@@ -192,8 +193,13 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
     startcheck::judge(&Facts { slot: ours.as_ref(), ..facts })?;
     // Whoever had it before can move the position no more.
     let (epoch, confirmed) = position::take(&sql.client, config, row, system.timeline).await?;
-    memory.held =
-        Some(Held { system_identifier: system.identifier, timeline: system.timeline, lsn: confirmed });
+    memory.held = Some(Held {
+        system_identifier: system.identifier.clone(),
+        timeline: system.timeline,
+        lsn: confirmed,
+        requested: confirmed,
+        epoch,
+    });
     let host = sql.endpoint.to_string();
     let (window_events, window_bytes) = kafka::window(&config.kafka, &config.worker);
     let keeper = Keeper::start(sql, config, epoch, confirmed, accepted).await?;

@@ -170,7 +170,7 @@ fn bad_configuration_is_refused_before_any_connection() {
         ("kafka", "broker = 'x'", &["broker", "did you mean `brokers`"]),
         ("properties", "acks = 1", &["acks is fixed"]),
         ("properties", "'enable.idempotence' = false", &["enable.idempotence is fixed"]),
-        ("properties", "'max.in.flight' = 6", &["max.in.flight = 6", "1 to 5"]),
+        ("properties", "'max.in.flight' = 6", &["max.in.flight.requests.per.connection = 6", "1 to 5"]),
         ("worker", "window_events = 0", &["worker.window_events = 0", "at least 1"]),
         ("worker", "windowevents = 1", &["windowevents", "did you mean `window_events`"]),
         ("outbox", "[[outbox]]\ntable = 'a.b.c'", &["a.b.c", "schema.table"]),

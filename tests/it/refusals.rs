@@ -16,6 +16,9 @@ tests![
     a_dropped_slot_is_refused,
     a_slot_dropped_and_made_again_is_refused,
     a_slot_advanced_by_hand_is_refused,
+    a_slot_advanced_while_the_worker_starts_is_refused,
+    a_change_that_waits_for_synchronous_replication_holds_up_the_position,
+    a_limit_lowered_under_the_worker_is_blamed_on_no_event,
     a_lost_slot_is_refused,
     a_publication_dropped_and_made_again_under_load_is_refused,
     a_publication_changed_and_changed_back_between_two_looks_is_refused,
@@ -187,6 +190,82 @@ fn a_slot_advanced_by_hand_is_refused() {
     let (mut worker, said) = stays_refused(&mut bed, worker, "gap");
     assert!(said.contains(&format!("({position}, {advanced}]")), "{said}");
     starts_over(&mut bed, &mut worker);
+}
+
+/// Between the first look at the slot and the start of the stream lies the talk with Kafka.
+fn a_slot_advanced_while_the_worker_starts_is_refused() {
+    let mut bed = Bed::on(servers::shared_postgres(), Arc::new(Kafka::start(&[])));
+    let mut worker = streaming(&mut bed);
+    bed.confirmed();
+    worker.stop();
+    bed.insert(1, 1);
+    let broker = bed.kafka.pid();
+    let signal = |name: &str| {
+        let sent = std::process::Command::new("kill").args(["-s", name, &broker.to_string()]).status();
+        assert!(sent.unwrap().success());
+    };
+    signal("STOP");
+    let mut worker = bed.start();
+    let sessions = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
+                    AND application_name = 'outbox-tailer'";
+    eventually("the worker has looked", || (bed.value::<i64>(sessions) == 2).then_some(()));
+    let looked = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
+                  AND application_name = 'outbox-tailer' AND query LIKE '%attgenerated%'";
+    eventually("the worker asks Kafka", || (bed.value::<i64>(looked) == 1).then_some(()));
+    bed.sql(&format!("SELECT pg_replication_slot_advance('{}', pg_current_wal_lsn())", bed.slot));
+    signal("CONT");
+    worker.refuses("gap");
+}
+
+/// Decoding sees a commit before it is visible: the position must not pass it.
+fn a_change_that_waits_for_synchronous_replication_holds_up_the_position() {
+    let mut bed = Bed::on(Arc::new(Postgres::start(&[])), servers::shared_kafka());
+    bed.settings.worker = "idle_interval_ms = 50".to_owned();
+    bed.write_config();
+    let mut worker = streaming(&mut bed);
+    bed.confirmed();
+    bed.sql("ALTER SYSTEM SET synchronous_standby_names = 'nobody'");
+    bed.sql("SELECT pg_reload_conf()");
+    eventually("the setting is in force", || {
+        (bed.connect().query_one("SHOW synchronous_standby_names", &[]).unwrap().get::<_, String>(0)
+            == "nobody")
+            .then_some(())
+    });
+    let before: postgres::types::PgLsn = bed.value("SELECT pg_current_wal_insert_lsn()");
+    let (mut changing, publication) = (bed.connect(), bed.publication.clone());
+    let change = std::thread::spawn(move || {
+        changing.batch_execute(&format!("ALTER PUBLICATION {publication} SET (publish = 'update')")).unwrap();
+    });
+    let waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
+    eventually("the change waits", || (bed.value::<i64>(waits) == 1).then_some(()));
+    let after: postgres::types::PgLsn = bed.value("SELECT pg_current_wal_insert_lsn()");
+    bed.sql("SET synchronous_commit = local");
+    bed.sql("CREATE TABLE noise AS SELECT repeat('x', 900) FROM generate_series(1, 2000)");
+    worker.says("a change of publication");
+    let persisted = bed.positions().1;
+    assert!(
+        persisted <= u64::from(after),
+        "{persisted:X} has passed the change between {before} and {after}"
+    );
+    bed.sql("ALTER SYSTEM RESET synchronous_standby_names");
+    bed.sql("SELECT pg_reload_conf()");
+    change.join().unwrap();
+    worker.refuses("publication");
+}
+
+/// A batch over the new limit fails as a whole; each of its events fits.
+fn a_limit_lowered_under_the_worker_is_blamed_on_no_event() {
+    let mut bed = Bed::new();
+    bed.settings.properties = "\"linger.ms\" = 100".to_owned();
+    bed.write_config();
+    let mut worker = streaming(&mut bed);
+    bed.confirmed();
+    bed.topic.set("max.message.bytes", "3000");
+    (1..5).for_each(|key| bed.insert(key, 300));
+    bed.arrived();
+    bed.confirmed();
+    assert!(worker.logged("refused: ").is_empty(), "{:#?}", worker.log());
+    worker.stop();
 }
 
 fn a_lost_slot_is_refused() {

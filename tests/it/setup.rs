@@ -286,6 +286,8 @@ fn init_killed_at_any_moment_can_be_run_again() {
         bed.insert(round + 1, 1);
         bed.topic.wait_for_count(usize::try_from(round).unwrap() + 1);
         worker.stop();
+        let active = format!("SELECT active FROM pg_replication_slots WHERE slot_name = '{slot}'");
+        crate::support::eventually("nobody holds the slot", || (!bed.value::<bool>(&active)).then_some(()));
         bed.sql(&format!(
             "SELECT pg_drop_replication_slot('{slot}'); DROP PUBLICATION {publication}; DROP SCHEMA outbox_tailer CASCADE; TRUNCATE outbox_event"
         ));

@@ -224,7 +224,10 @@ where
 {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", brokers).set("group.id", "oracle").set("enable.auto.commit", "false");
-    config.set("fetch.wait.max.ms", "50").set("reconnect.backoff.max.ms", "500");
+    config
+        .set("socket.timeout.ms", "5000")
+        .set("fetch.wait.max.ms", "50")
+        .set("reconnect.backoff.max.ms", "500");
     config.set("fetch.error.backoff.ms", "50").set_log_level(rdkafka::config::RDKafkaLogLevel::Emerg);
     config.create().unwrap()
 }
