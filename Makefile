@@ -1,6 +1,6 @@
 # Everything is fetched and started by scripts/, below .dev/; see the README.
 
-.PHONY: help demo test servers-stop clean
+.PHONY: help demo test clean
 
 help:
 	@echo 'make demo [EVENTS=n] [RATE=n]   watch orders become messages; ends after n events, else at Ctrl-C'

@@ -20,7 +20,7 @@ free_port() {
     python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
-work=$dev/demo-$$
+work=${DEMO_WORK:-$dev/demo-$$}
 stop() {
     trap - EXIT
     if [ -z "${KAFKA_BROKERS:-}" ] && [ -d "$work/kafka" ]; then scripts/kafka.sh stop "$work/kafka" || true; fi

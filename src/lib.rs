@@ -25,7 +25,7 @@
 #![cfg_attr(
     feature = "worker",
     doc = "
-- [`session`]: one `START_REPLICATION` lifetime, the only `select!`.
+- [`session`]: one `START_REPLICATION` lifetime, and the only loop over it.
 - [`source`]: the replication session: connect, authenticate, stream, status updates.
 - [`kafka`]: the idempotent producer and what is asked of the brokers.
 - [`position`], [`descriptor`]: the persisted position and what the publication must still be.

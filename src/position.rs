@@ -17,6 +17,7 @@ use crate::error::{Error, Refusal, Result};
 use crate::postgres::{Sql, sql_error};
 use crate::relay::progress::Position;
 use crate::relay::{Lsn, Place};
+use crate::source::System;
 
 /// The newest migration this program knows.
 pub const SCHEMA_VERSION: i32 = 1;
@@ -63,6 +64,32 @@ pub async fn read(client: &Client, slot: &str) -> Result<Option<Row>> {
         })
     })
     .transpose()
+}
+
+/// Makes the row of a slot.
+///
+/// # Errors
+/// By SQLSTATE; also when there is one already.
+pub async fn insert(
+    client: &impl GenericClient,
+    config: &Config,
+    system: &System,
+    descriptor: &Descriptor,
+    confirmed: Lsn,
+) -> Result<()> {
+    let sql = "INSERT INTO outbox_tailer.position
+                 (slot, system_identifier, timeline, database, publication, descriptor, confirmed_lsn)
+               VALUES ($1, $2, $3, current_database(), $4, $5, $6)";
+    let (settings, timeline) = (&config.postgres, i64::from(system.timeline));
+    let identifier = &system.identifier;
+    client
+        .execute(
+            sql,
+            &[&settings.slot, identifier, &timeline, &settings.publication, &Json(descriptor), &confirmed],
+        )
+        .await
+        .map_err(|e| sql_error("cannot write the position row", e))?;
+    Ok(())
 }
 
 fn unreadable(e: tokio_postgres::Error) -> Error {

@@ -1,4 +1,4 @@
-//! One `START_REPLICATION` lifetime: the only `select!`.
+//! One `START_REPLICATION` lifetime, in one loop.
 //!
 //! ```text
 //! stream ─▶ relay ─▶ producer            order of truth:

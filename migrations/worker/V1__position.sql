@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS outbox_tailer.position (
     updated_at        timestamptz NOT NULL DEFAULT now()
 );
 
--- What was decided by whom. Skips and accepted gaps are read back by the worker.
+-- What was decided by whom. The worker reads skips and start-overs back.
 CREATE TABLE IF NOT EXISTS outbox_tailer.audit (
     id     bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at     timestamptz NOT NULL DEFAULT now(),

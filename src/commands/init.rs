@@ -18,7 +18,6 @@ use postgres_protocol::escape::{escape_identifier, escape_literal};
 use serde_json::json;
 use tokio::time::{Instant, sleep};
 use tokio_postgres::GenericClient;
-use tokio_postgres::types::Json;
 
 use crate::cli::InitArgs;
 use crate::commands::run::{check_columns, read_slot};
@@ -386,24 +385,7 @@ impl Init<'_> {
         if let Some(problem) = descriptor.unsuitable(&self.config.postgres.publication) {
             return Err(Error::mistake(problem));
         }
-        let insert = "INSERT INTO outbox_tailer.position
-                        (slot, system_identifier, timeline, database, publication, descriptor, confirmed_lsn)
-                      VALUES ($1, $2, $3, current_database(), $4, $5, $6)";
-        let timeline = i64::from(system.timeline);
-        transaction
-            .execute(
-                insert,
-                &[
-                    &name,
-                    &system.identifier,
-                    &timeline,
-                    &self.config.postgres.publication,
-                    &Json(&descriptor),
-                    &confirmed,
-                ],
-            )
-            .await
-            .map_err(failed)?;
+        position::insert(&transaction, self.config, &system, &descriptor, confirmed).await?;
         position::audit(
             &transaction,
             &name,

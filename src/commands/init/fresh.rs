@@ -5,7 +5,7 @@ use std::time::Duration;
 use postgres_protocol::escape::{escape_identifier, escape_literal};
 use serde_json::json;
 use tokio::time::{Instant, sleep};
-use tokio_postgres::types::{Json, PgLsn};
+use tokio_postgres::types::PgLsn;
 use tokio_postgres::{Client, IsolationLevel};
 
 use super::locks::{blocked, lock_command, lock_tables};
@@ -135,24 +135,7 @@ impl Init<'_> {
                 "{existing} rows were committed to the outbox just before the slot's start and would never be streamed; --from-now accepts that and records their ids"
             )));
         }
-        let insert = "INSERT INTO outbox_tailer.position
-                        (slot, system_identifier, timeline, database, publication, descriptor, confirmed_lsn)
-                      VALUES ($1, $2, $3, current_database(), $4, $5, $6)";
-        let timeline = i64::from(system.timeline);
-        transaction
-            .execute(
-                insert,
-                &[
-                    &slot,
-                    &system.identifier,
-                    &timeline,
-                    &self.config.postgres.publication,
-                    &Json(&descriptor),
-                    &point,
-                ],
-            )
-            .await
-            .map_err(failed)?;
+        position::insert(&transaction, self.config, &system, &descriptor, point).await?;
         position::audit(
             &transaction,
             &slot,
@@ -172,6 +155,9 @@ impl Init<'_> {
             let command = self.failover_command();
             replication.query("does not mark the slot for failover", &command).await?;
         }
+        // By itself it would go a moment after our end only.
+        let drop = format!("DROP_REPLICATION_SLOT {}", escape_identifier(&temporary));
+        replication.query("does not drop the temporary slot", &drop).await?;
         position::audit(&self.sql.client, &slot, "init-done", &json!({ "lsn": point.to_string() })).await?;
         println!("made slot {slot}, position {point}");
         if existing > 0 {
