@@ -314,7 +314,7 @@ pub async fn preflight(kafka: &Kafka, mut topics: Vec<String>) -> Result<Preflig
     let (cluster, partitions) = asked.map_err(|e| Error::bug("the Kafka preflight").because(e))??;
     let limits = if kafka.knows_limits {
         let admin = config.create().map_err(property_error)?;
-        let limits = describe(&admin, &topics).await;
+        let limits = describe(&admin, &topics, &kafka.brokers).await;
         tokio::task::spawn_blocking(move || drop(admin));
         limits?
     } else {
@@ -373,7 +373,7 @@ fn ask(
     let cluster = client
         .client()
         .fetch_cluster_id(ASK_TIMEOUT)
-        .ok_or_else(|| Error::wait("Kafka does not tell its cluster id"))?;
+        .ok_or_else(|| Error::wait(format!("Kafka at {brokers} does not tell its cluster id")))?;
     Ok((cluster, partitions))
 }
 
@@ -385,10 +385,14 @@ fn ask(
 async fn describe(
     admin: &AdminClient<DefaultClientContext>,
     topics: &[String],
+    brokers: &str,
 ) -> Result<BTreeMap<String, usize>> {
     let resources: Vec<ResourceSpecifier<'_>> = topics.iter().map(|t| ResourceSpecifier::Topic(t)).collect();
     let options = AdminOptions::new().request_timeout(Some(ASK_TIMEOUT));
-    let failed = |e| Error::wait("Kafka does not tell the topics' size limits").because(e);
+    let failed = |e| {
+        Error::wait(format!("no answer from Kafka at {brokers}, asked for its topics' size limits"))
+            .because(e)
+    };
     let described = admin.describe_configs(&resources, &options).await.map_err(failed)?;
     let limit = |resource: &ConfigResource| resource.get("max.message.bytes")?.value.as_ref()?.parse().ok();
     let mut limits = BTreeMap::new();
