@@ -231,6 +231,14 @@ pub async fn audit(client: &impl GenericClient, slot: &str, action: &str, detail
     Ok(())
 }
 
+/// Commits wait for our walsender (PostgreSQL manual, "synchronous_standby_names").
+const STANDBY: &str = "synchronous_standby_names counts this worker as a standby, so commits wait until Kafka has \
+     acknowledged what was committed before; name the standbys that are meant instead of '*'";
+/// Whether it is so; it shows once the walsender has heard of a confirmed LSN.
+const STANDBY_SQL: &str =
+    "EXISTS (SELECT FROM pg_replication_slots s JOIN pg_stat_replication r ON r.pid = s.active_pid
+     WHERE s.slot_name = $4 AND r.sync_state <> 'async')";
+
 /// What became of one attempt to move the position.
 #[derive(Debug)]
 pub enum Moved {
@@ -289,6 +297,8 @@ struct Store {
     epoch: i64,
     confirmed: Lsn,
     accepted: Descriptor,
+    /// Told once.
+    is_standby: bool,
     in_flight: Statement,
     advance: Statement,
 }
@@ -313,7 +323,7 @@ impl Store {
                  AND p.descriptor - 'leaves' = now.descriptor - 'leaves'
                  AND (p.descriptor->'leaves') @> (now.descriptor->'leaves')
                RETURNING 1)
-             SELECT EXISTS (SELECT FROM moved), now.descriptor, p.epoch, p.confirmed_lsn, p.descriptor
+             SELECT EXISTS (SELECT FROM moved), now.descriptor, p.epoch, p.confirmed_lsn, p.descriptor, {STANDBY_SQL}
              FROM now LEFT JOIN outbox_tailer.position p ON p.slot = $4"
         );
         let prepared = |e| sql_error("cannot prepare the position statements", e);
@@ -329,6 +339,7 @@ impl Store {
             epoch,
             confirmed,
             accepted,
+            is_standby: false,
         })
     }
 
@@ -353,7 +364,11 @@ impl Store {
             let described: [&(dyn tokio_postgres::types::ToSql + Sync); 3] =
                 [&self.publication, &self.schemas, &self.tables];
             if client.query_one(&self.in_flight, &described).await?.get(0) {
-                return Ok(Moved::Busy(format!("a change of publication {} is under way", self.publication)));
+                let mut why = format!("a change of publication {} is under way", self.publication);
+                if self.is_standby {
+                    why.push_str(" (if it waits for synchronous replication, it waits for this worker and this worker for it)");
+                }
+                return Ok(Moved::Busy(why));
             }
             let [publication, schemas, tables] = described;
             let row = client
@@ -371,6 +386,10 @@ impl Store {
                     ],
                 )
                 .await?;
+            let was_standby = std::mem::replace(&mut self.is_standby, row.get(5));
+            if self.is_standby && !was_standby {
+                tracing::warn!("{STANDBY}");
+            }
             if row.get(0) {
                 self.confirmed = position.lsn;
                 return Ok(Moved::To(position.lsn));

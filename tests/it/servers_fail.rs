@@ -29,6 +29,8 @@ tests![
     a_frozen_worker_that_wakes_up_after_a_takeover_moves_and_inverts_nothing,
     a_read_only_default_does_not_stop_the_confirmation,
     synchronous_replication_to_anybody_is_no_deadlock,
+    under_synchronous_replication_to_anybody_init_and_a_start_do_not_wait_for_themselves,
+    a_change_of_the_publication_and_a_worker_that_wait_for_each_other_are_named,
     a_locked_position_row_holds_up_the_confirmation_only,
     a_revoked_privilege_on_the_position_is_waited_for,
     c56_a_small_producer_queue_and_a_late_kafka_hold_up_the_stream_only,
@@ -467,6 +469,57 @@ fn synchronous_replication_to_anybody_is_no_deadlock() {
     all_is_well(&mut bed, sampler);
     bed.reload("RESET synchronous_standby_names");
     worker.stop();
+}
+
+fn under_synchronous_replication_to_anybody_init_and_a_start_do_not_wait_for_themselves() {
+    let mut bed = Bed::on(Arc::new(Postgres::start(&[])), servers::shared_kafka());
+    bed.sql("SET synchronous_commit = local");
+    bed.reload("SET synchronous_standby_names = '*'");
+    bed.init();
+    let mut worker = bed.streaming();
+    let sampler = Sampler::start(&bed);
+    bed.sql("SET synchronous_commit = on; SET statement_timeout = '30s'");
+    bed.insert(1, 10); // would be cancelled
+    bed.insert(1, 10);
+    worker.says("counts this worker as a standby");
+    all_is_well(&mut bed, sampler);
+    bed.sql("SET synchronous_commit = local");
+    worker.stop();
+    bed.reload("RESET synchronous_standby_names");
+}
+
+/// The change waits for our confirmation, and we wait until we can see it: nobody but the operator
+/// can end that without risking events.
+fn a_change_of_the_publication_and_a_worker_that_wait_for_each_other_are_named() {
+    let mut bed = Bed::on(Arc::new(Postgres::start(&[])), servers::shared_kafka());
+    bed.settings.worker = "idle_interval_ms = 50".to_owned();
+    bed.write_config();
+    bed.init();
+    let mut worker = bed.streaming();
+    bed.sql("SET synchronous_commit = local");
+    bed.insert(1, 10);
+    bed.confirmed();
+    bed.reload("SET synchronous_standby_names = '*'");
+    eventually("the setting is in force", || {
+        let sync = "SELECT coalesce((SELECT sync_state = 'sync' FROM pg_stat_replication), false)";
+        bed.value::<bool>(sync).then_some(())
+    });
+    bed.insert(1, 10);
+    worker.says("counts this worker as a standby");
+    let (mut changing, publication) = (bed.connect(), bed.publication.clone());
+    let change = std::thread::spawn(move || {
+        changing.batch_execute(&format!("ALTER PUBLICATION {publication} SET (publish = 'update')")).unwrap();
+    });
+    let waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
+    eventually("the change waits", || (bed.value::<i64>(waits) == 1).then_some(()));
+    bed.sql("CREATE TABLE noise AS SELECT repeat('x', 900) FROM generate_series(1, 2000)");
+    let said = worker.says("a change of publication");
+    let said = said["message"].as_str().unwrap();
+    assert!(said.contains("waits for this worker"), "{said}");
+    assert_eq!(worker.logged("counts this worker as a standby").len(), 1);
+    bed.reload("RESET synchronous_standby_names");
+    change.join().unwrap();
+    worker.refuses("publication");
 }
 
 fn a_locked_position_row_holds_up_the_confirmation_only() {
