@@ -62,7 +62,7 @@ pub struct Postgres {
     /// A connection that says nothing for so long, although asked, is given up.
     pub silence_timeout: Duration,
     /// `SO_RCVBUF` of the replication connection; 0 leaves it to the kernel.
-    pub receive_buffer_bytes: usize,
+    pub receive_buffer_bytes: Option<usize>,
 }
 
 impl Postgres {
@@ -586,7 +586,7 @@ fn postgres(raw: RawPostgres) -> Result<Postgres> {
         failover: raw.failover,
         connect_timeout: positive_ms(raw.connect_timeout_ms, 10_000, "postgres.connect_timeout_ms")?,
         silence_timeout: positive_ms(raw.silence_timeout_ms, 30_000, "postgres.silence_timeout_ms")?,
-        receive_buffer_bytes: raw.receive_buffer_bytes.unwrap_or(128 << 10),
+        receive_buffer_bytes: raw.receive_buffer_bytes,
     })
 }
 

@@ -242,8 +242,8 @@ const STANDBY_SQL: &str =
 /// What became of one attempt to move the position.
 #[derive(Debug)]
 pub enum Moved {
-    /// Committed.
-    To(Lsn),
+    /// Committed; `wal_end` is how far the server's log was then.
+    To { lsn: Lsn, wal_end: Lsn },
     /// Not now: the row is locked, or a change of the publication is under way. Nothing was moved.
     Busy(String),
 }
@@ -323,7 +323,8 @@ impl Store {
                  AND p.descriptor - 'leaves' = now.descriptor - 'leaves'
                  AND (p.descriptor->'leaves') @> (now.descriptor->'leaves')
                RETURNING 1)
-             SELECT EXISTS (SELECT FROM moved), now.descriptor, p.epoch, p.confirmed_lsn, p.descriptor, {STANDBY_SQL}
+             SELECT EXISTS (SELECT FROM moved), now.descriptor, p.epoch, p.confirmed_lsn, p.descriptor, {STANDBY_SQL},
+                    pg_current_wal_flush_lsn()
              FROM now LEFT JOIN outbox_tailer.position p ON p.slot = $4"
         );
         let prepared = |e| sql_error("cannot prepare the position statements", e);
@@ -356,7 +357,7 @@ impl Store {
 
     async fn try_advance(&mut self, position: Position) -> Result<Moved, AdvanceError> {
         if position.lsn <= self.confirmed {
-            return Ok(Moved::To(self.confirmed)); // a replay of what an earlier session persisted
+            return Ok(Moved::To { lsn: self.confirmed, wal_end: self.confirmed }); // a replay of what an earlier session persisted
         }
         let committed_at = position.commit_time_micros.map(system_time);
         for _ in 0..3 {
@@ -392,7 +393,7 @@ impl Store {
             }
             if row.get(0) {
                 self.confirmed = position.lsn;
-                return Ok(Moved::To(position.lsn));
+                return Ok(Moved::To { lsn: position.lsn, wal_end: row.get(6) });
             }
             let Json(now): Json<Descriptor> = row.try_get(1)?;
             let (epoch, confirmed): (Option<i64>, Option<Lsn>) = (row.get(2), row.get(3));

@@ -39,6 +39,8 @@ const PRODUCER_KNOWN: Duration = Duration::from_secs(3600);
 const QUEUED_WINDOWS: usize = 4;
 /// An unchanged reason why the position does not move is told again after this.
 const REPEAT_BUSY: Duration = Duration::from_secs(60);
+/// With more WAL than this to come, the stream is read in large steps.
+const BEHIND_BYTES: u64 = 1 << 20;
 const QUEUE_FULL_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub struct Session<'a> {
@@ -51,6 +53,8 @@ pub struct Session<'a> {
     pub stream: Stream,
     /// The persisted position; the slot is never told more.
     pub persisted: Lsn,
+    /// How far the server's log was when it was last looked at.
+    pub server_end: Lsn,
     pub status_interval: Duration,
     pub silence_timeout: Duration,
 }
@@ -147,6 +151,7 @@ impl Session<'_> {
         if result.is_err() || undelivered > 0 {
             self.producer.purge();
         }
+        let reads = self.stream.reads();
         self.stream.finish().await;
         let ignored = self.relay.ignored();
         tracing::info!(
@@ -159,6 +164,8 @@ impl Session<'_> {
             ignored_truncates = ignored.truncates,
             ignored_other_tables = ignored.other_tables,
             skipped = ignored.skipped,
+            reads = reads.all,
+            reads_with_the_window_shut = reads.gathered,
             "session ended"
         );
         Outcome {
@@ -199,6 +206,7 @@ impl Session<'_> {
                 }
             }
             let reading = state.ending.is_none() && self.has_room(state);
+            let behind = u64::from(self.server_end).saturating_sub(state.received.into()) > BEHIND_BYTES;
             if !reading {
                 state.last_heard = Instant::now(); // silence of our own making
             }
@@ -213,8 +221,9 @@ impl Session<'_> {
                     state.writing = false;
                     state.last_write = Instant::now();
                     match result {
-                        Moved::To(lsn) => {
+                        Moved::To { lsn, wal_end } => {
                             self.persisted = lsn;
+                            self.server_end = wal_end;
                             state.status_due = true;
                             state.busy_told = None;
                         }
@@ -234,7 +243,7 @@ impl Session<'_> {
                 }
                 _ = ticks.tick() => self.tick(state).await?,
                 () = sleep_until(write_at.unwrap_or_else(Instant::now)), if write_at.is_some() => {}
-                filled = self.stream.fill(), if reading => {
+                filled = self.stream.fill(behind), if reading => {
                     filled?;
                     state.last_heard = Instant::now();
                 }
@@ -269,7 +278,8 @@ impl Session<'_> {
         while self.has_room(state) {
             let Some(received) = self.stream.take()? else { return Ok(()) };
             match received {
-                Received::Wal(data) => {
+                Received::Wal { lsn, data } => {
+                    state.received = state.received.max(lsn);
                     let Some(output) = self.relay.handle(Input::Wal(&data)).map_err(stopped)? else {
                         continue;
                     };

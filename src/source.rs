@@ -23,7 +23,7 @@ use crate::config::Postgres;
 use crate::error::{Error, Kind, Refusal, Result};
 use crate::postgres::{APPLICATION_NAME, Endpoint, PINNED_OPTIONS, sqlstate_kind};
 use crate::relay::Lsn;
-use socket::Socket;
+use socket::{Reads, Socket};
 
 /// No message of the server may be longer: PostgreSQL's own limit for one value is 1 GiB.
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
@@ -50,8 +50,11 @@ pub struct Stream {
 /// What came from the server while streaming.
 #[derive(Debug)]
 pub enum Received {
-    /// One pgoutput message.
-    Wal(Bytes),
+    /// One pgoutput message, and where it is in the WAL (0 where it is nowhere).
+    Wal {
+        lsn: Lsn,
+        data: Bytes,
+    },
     Keepalive {
         wal_end: Lsn,
         reply_requested: bool,
@@ -326,18 +329,23 @@ impl Session {
 
 impl Stream {
     /// Waits for bytes and appends them to the buffer; cancel-safe, because partial messages stay
-    /// in the buffer. Reads in large steps while the server is ahead (see [`socket`]).
+    /// in the buffer. `behind`: there is more WAL to come than can be of use at once (see [`socket`]).
     ///
     /// # Errors
     /// When the connection is gone.
-    pub async fn fill(&mut self) -> Result<()> {
+    pub async fn fill(&mut self, behind: bool) -> Result<()> {
         if self.buffer.is_empty() && self.buffer.capacity() > KEEP_BUFFER_BYTES {
             self.buffer = BytesMut::new();
         }
-        self.socket
-            .fill_batched(&mut self.buffer)
-            .await
-            .map_err(|e| Error::wait("the replication connection is gone").because(e))
+        let filled = match behind {
+            true => self.socket.fill_behind(&mut self.buffer).await,
+            false => self.socket.fill(&mut self.buffer).await,
+        };
+        filled.map_err(|e| Error::wait("the replication connection is gone").because(e))
+    }
+
+    pub fn reads(&self) -> Reads {
+        self.socket.reads
     }
 
     /// Takes the next complete message out of the buffer, without waiting.
@@ -349,7 +357,9 @@ impl Stream {
             let Some((tag, body)) = take_message(&mut self.buffer)? else { return Ok(None) };
             return match tag {
                 b'd' => match parse_copy_data(body) {
-                    Ok(ReplicationCopyData::XLogData { data, .. }) => Ok(Some(Received::Wal(data))),
+                    Ok(ReplicationCopyData::XLogData { wal_start, data, .. }) => {
+                        Ok(Some(Received::Wal { lsn: Lsn::from(wal_start.0), data }))
+                    }
                     Ok(ReplicationCopyData::KeepAlive { wal_end, reply_requested, .. }) => {
                         Ok(Some(Received::Keepalive { wal_end: Lsn::from(wal_end.0), reply_requested }))
                     }

@@ -213,6 +213,7 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
         keeper,
         stream,
         persisted: confirmed,
+        server_end: system.wal_end,
         // Well below half of the time after which the server ends a silent connection.
         status_interval: sender_timeout.map_or(STATUS_INTERVAL_MAX, |t| (t / 4).min(STATUS_INTERVAL_MAX)),
         // While it decodes a transaction that sends nothing, the server answers only after half of

@@ -4,8 +4,8 @@
 //! becomes a segment and often a wake-up of its own; while the window is shut they gather in the
 //! server's send queue and leave in segments of 64 KiB. So a reader that is behind lets the window
 //! shut: a small fixed receive buffer, large reads, and a short sleep until the kernel's queue has
-//! stopped growing. That more than doubles what the *server* can do. When caught up there is
-//! nothing to gather, and every byte is read at once.
+//! stopped growing. That more than doubles what the *server* can do. When caught up (the session
+//! knows by how much WAL is left) there is nothing to gather, and every byte is read at once.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,6 +18,7 @@ use bytes::{BufMut, BytesMut};
 use sha2::Digest;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream, UnixStream};
+use tokio::time::Instant;
 use tokio_postgres::config::Host;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -30,16 +31,44 @@ use crate::postgres::Endpoint;
 use crate::tls;
 
 const READ_BYTES: usize = 32 << 10;
-/// With less in the kernel's queue than this after a nap, the server has nothing more to send.
-const BEHIND_BYTES: usize = 16 << 10;
+/// A queue that stops growing below this has not shut the window: the server is the slower one.
+const SHUT_MIN_BYTES: usize = 16 << 10;
+/// Enough to read, whatever the kernel would still take.
+const SHUT_MAX_BYTES: usize = 512 << 10;
 const NAP: Duration = Duration::from_millis(1);
+const RECEIVE_BUFFER_BYTES: usize = 128 << 10;
+/// A small receive buffer on a longer path would hold up the server.
+const LONG_ROUND_TRIP: Duration = Duration::from_millis(3);
 
 pub struct Socket {
     transport: Transport,
-    /// The last read was full: the server is ahead of us.
-    behind: bool,
+    /// Bytes read since the kernel's queue was last looked at.
+    unlooked_bytes: usize,
     /// A queue of this length means that the window is shut.
     shut_bytes: usize,
+    nap: Option<Nap>,
+    pub reads: Reads,
+}
+
+/// A pause in which bytes gather.
+struct Nap {
+    until: Instant,
+    /// At its beginning.
+    queued_bytes: usize,
+    last: bool,
+}
+
+impl Nap {
+    fn new(queued_bytes: usize) -> Self {
+        Nap { until: Instant::now() + NAP, queued_bytes, last: false }
+    }
+}
+
+/// How often was read, and how often the window was let shut before.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Reads {
+    pub all: u64,
+    pub gathered: u64,
 }
 
 enum Transport {
@@ -65,7 +94,13 @@ impl Socket {
                 negotiate(settings, endpoint, name, tcp).await?
             }
         };
-        Ok(Socket { transport, behind: false, shut_bytes: usize::MAX })
+        Ok(Socket {
+            transport,
+            unlooked_bytes: READ_BYTES,
+            shut_bytes: SHUT_MAX_BYTES,
+            nap: None,
+            reads: Reads::default(),
+        })
     }
 
     /// Digest of the server's certificate for `tls-server-end-point` channel binding (RFC 5929):
@@ -90,28 +125,31 @@ impl Socket {
     pub async fn fill(&mut self, buffer: &mut BytesMut) -> io::Result<()> {
         buffer.reserve(READ_BYTES);
         let read = self.transport.read_buf(&mut buffer.limit(READ_BYTES)).await?;
-        self.behind = read == READ_BYTES;
+        self.unlooked_bytes += read;
+        self.reads.all += 1;
         if read == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
     }
 
-    /// The same, letting the window shut first while the server is ahead.
-    pub async fn fill_batched(&mut self, buffer: &mut BytesMut) -> io::Result<()> {
-        if self.behind
-            && let Some(mut queued) = self.transport.queued_bytes()?
-            && queued < self.shut_bytes
-        {
-            loop {
-                tokio::time::sleep(NAP).await;
-                let now = self.transport.queued_bytes()?.unwrap_or(0);
-                if now <= queued {
-                    break;
-                }
-                queued = now;
-            }
-            if queued >= BEHIND_BYTES {
+    /// The same for a reader that is behind: lets the window shut first. Cancel-safe: a nap goes on
+    /// where it was.
+    pub async fn fill_behind(&mut self, buffer: &mut BytesMut) -> io::Result<()> {
+        // TLS gives half of what a plain read does.
+        if self.nap.is_none() && self.unlooked_bytes >= READ_BYTES {
+            self.unlooked_bytes = 0;
+            self.nap =
+                self.transport.queued_bytes()?.filter(|queued| *queued < self.shut_bytes).map(Nap::new);
+            self.reads.gathered += u64::from(self.nap.is_some());
+        }
+        while let Some(nap) = &self.nap {
+            tokio::time::sleep_until(nap.until).await;
+            let queued = self.transport.queued_bytes()?.unwrap_or(0);
+            let grows = queued > nap.queued_bytes && queued < SHUT_MAX_BYTES;
+            let shut = !grows && !nap.last && queued >= SHUT_MIN_BYTES;
+            if shut {
                 self.shut_bytes = queued - queued / 8;
-                tokio::time::sleep(NAP).await; // the server's send queue fills
             }
+            // Once shut, one more, in which the server's send queue fills.
+            self.nap = (grows && !nap.last || shut).then(|| Nap { last: shut, ..Nap::new(queued) });
         }
         self.fill(buffer).await
     }
@@ -139,11 +177,30 @@ async fn connect_tcp(settings: &Postgres, name: &str, port: u16) -> io::Result<T
 }
 
 async fn connect_address(settings: &Postgres, address: SocketAddr) -> io::Result<TcpStream> {
+    if settings.receive_buffer_bytes != Some(0) {
+        // The handshake takes one round trip; a busy machine may be late once.
+        for _ in 0..3 {
+            let asked = Instant::now();
+            let bytes = settings.receive_buffer_bytes.unwrap_or(RECEIVE_BUFFER_BYTES);
+            let stream = connect_with(settings, address, Some(bytes)).await?;
+            if settings.receive_buffer_bytes.is_some() || asked.elapsed() < LONG_ROUND_TRIP {
+                return Ok(stream);
+            }
+        }
+    }
+    connect_with(settings, address, None).await
+}
+
+async fn connect_with(
+    settings: &Postgres,
+    address: SocketAddr,
+    receive_buffer_bytes: Option<usize>,
+) -> io::Result<TcpStream> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     let options = socket2::SockRef::from(&socket);
-    if settings.receive_buffer_bytes > 0 {
+    if let Some(bytes) = receive_buffer_bytes {
         // Before connecting: it also fixes the window scale.
-        options.set_recv_buffer_size(settings.receive_buffer_bytes)?;
+        options.set_recv_buffer_size(bytes)?;
     }
     options.set_tcp_nodelay(true)?;
     let keepalive =
