@@ -180,12 +180,15 @@ impl Dockerfile {
         let mut found = Vec::new();
         for copy in self.all("COPY") {
             let mut words: Vec<&str> = copy.split_whitespace().collect();
-            words.pop();
+            let target = words.pop().unwrap();
             if let Some(stage) = words.iter().find_map(|word| word.strip_prefix("--from=")) {
                 // From a stage: something in it must have made the file.
                 assert!(self.all("FROM").any(|from| from.ends_with(&format!(" AS {stage}"))), "{stage}");
                 assert!(self.all("RUN").any(|run| run.ends_with(words[1])), "nothing makes {}", words[1]);
+                assert_eq!(self.words("ENTRYPOINT"), [target]);
             } else {
+                // Into the working directory, under the same name.
+                assert!(target == "./" || words == [target], "COPY {copy}");
                 found.extend(words.into_iter().map(str::to_owned));
             }
         }
