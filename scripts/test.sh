@@ -39,4 +39,5 @@ suite "lints" 5 cargo clippy --quiet --all-targets --features "$features" -- -D 
 suite "docs" 2 env RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --features "$features"
 suite "core alone" 3 core_stands_alone
 suite "unit tests" 3 cargo test --quiet --lib --bins --features "$features"
+suite "containers" 1 cargo test --quiet --test docker --features "$features"
 suite "real servers" 15 cargo test --test it --features "$features"

@@ -358,7 +358,7 @@ fn c27_environment_file_and_flags_have_an_order() {
 }
 
 /// A server on which every role but `postgres` needs its password (SCRAM).
-fn server_with_passwords(version: &str, settings: &[&str]) -> Postgres {
+pub fn server_with_passwords(version: &str, settings: &[&str]) -> Postgres {
     let server = Postgres::stopped(version, settings);
     let rules = "local all all trust\nhost all postgres 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n";
     std::fs::write(server.data.join("pg_hba.conf"), rules).unwrap();

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Read as _};
-use std::process::Child;
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::mistakes::server_with_passwords;
 use crate::support::bed::{Bed, OUTBOX};
 use crate::support::oracle::Message;
-use crate::support::servers::{Postgres, shared_kafka, shared_postgres};
+use crate::support::servers::{Postgres, ROOT, shared_kafka, shared_postgres};
 use crate::support::worker::{self, Worker};
 use crate::tests;
 
@@ -32,6 +33,7 @@ tests![
     a_table_is_removed_once_its_events_are_delivered,
     a_table_that_was_dropped_can_be_removed,
     a_least_privileged_role_runs_the_worker,
+    the_roles_of_the_container_stack_are_enough,
     a_newer_schema_version_is_refused,
     postgresql_14_works,
     postgresql_15_works,
@@ -651,6 +653,45 @@ fn a_least_privileged_role_runs_the_worker() {
     crate::support::eventually("the refusal is recorded", || {
         bed.value::<bool>("SELECT refusal IS NOT NULL FROM outbox_tailer.position").then_some(())
     });
+    worker.stop();
+}
+
+/// What `docker/compose.yaml` does, without the containers.
+fn the_roles_of_the_container_stack_are_enough() {
+    let server = server_with_passwords("18.6", &[]);
+    server.start_again();
+    let mut bed = Bed::with(Arc::new(server), shared_kafka(), "", &[]);
+    let secrets = bed.config.parent().unwrap().to_owned();
+    for name in ["shop", "tailer"] {
+        std::fs::write(secrets.join(name), format!("of {name}\n")).unwrap();
+    }
+    let roles = std::fs::read_to_string(format!("{ROOT}/docker/roles.sql")).unwrap();
+    let roles = roles
+        .replace("\\i /migrations/", &format!("\\i {ROOT}/migrations/worker/"))
+        .replace("/run/secrets", secrets.to_str().unwrap())
+        .replace("DATABASE shop", &format!("DATABASE {}", bed.database));
+    let script = secrets.join("roles.sql");
+    std::fs::write(&script, roles).unwrap();
+    let psql = Command::new(Postgres::programs().join("psql"))
+        .args(["-X", "-v", "ON_ERROR_STOP=1", "-d", &bed.postgres.url(&bed.database), "-f"])
+        .arg(&script)
+        .output()
+        .unwrap();
+    assert!(psql.status.success(), "{}", String::from_utf8_lossy(&psql.stderr));
+    let with_password = |bed: &mut Bed, name: &str| {
+        bed.settings.postgres = format!("password_file = '{}'", secrets.join(name).display());
+        as_role(bed, name);
+    };
+    with_password(&mut bed, "shop");
+    bed.init_with(&["--sample"]);
+    with_password(&mut bed, "tailer");
+    let mut worker = bed.streaming();
+    let readme = std::fs::read_to_string(format!("{ROOT}/README.md")).unwrap();
+    let insert = readme.split("psql shop -c \"").nth(1).and_then(|rest| rest.split('"').next());
+    bed.sql(insert.expect("README pays an order"));
+    let (messages, _) = bed.arrived();
+    assert_eq!((messages.len(), messages[0].key()), (1, "1".to_owned()));
+    bed.confirmed();
     worker.stop();
 }
 
