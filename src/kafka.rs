@@ -1,16 +1,17 @@
 //! The idempotent producer, its delivery reports, and what is asked of the brokers before a start.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use rdkafka::admin::{AdminClient, AdminOptions, ConfigResource, ResourceSpecifier};
+use rdkafka::client::Client;
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::{ClientConfig, RDKafkaLogLevel};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
 use rdkafka::producer::{
-    BaseProducer, BaseRecord, DeliveryResult, Producer as _, ProducerContext, PurgeConfig, ThreadedProducer,
+    BaseRecord, DeliveryResult, Producer as _, ProducerContext, PurgeConfig, ThreadedProducer,
 };
 use rdkafka::{ClientContext, Statistics};
 use tokio::sync::Notify;
@@ -86,19 +87,48 @@ pub enum SendError {
 struct Queue {
     reports: Mutex<Vec<Report>>,
     ready: Notify,
+    /// The last thing librdkafka said, for a message about why nobody answers; from the first answer
+    /// on it goes to the log instead.
+    said: Mutex<Option<String>>,
+}
+
+impl Queue {
+    fn asking() -> Arc<Self> {
+        Arc::new(Queue { said: Mutex::new(Some(String::new())), ..Queue::default() })
+    }
+
+    fn said(&self) -> MutexGuard<'_, Option<String>> {
+        self.said.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
 }
 
 struct Reports(Arc<Queue>);
 
 impl ClientContext for Reports {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
-        log(level, facility, message);
+        match level {
+            // It calls gapless "experimental" at every start.
+            _ if facility == "CONFWARN" || self.0.said().is_some() => {
+                tracing::debug!(?level, facility, message, "librdkafka");
+            }
+            RDKafkaLogLevel::Debug | RDKafkaLogLevel::Info | RDKafkaLogLevel::Notice => {
+                tracing::debug!(facility, message, "librdkafka");
+            }
+            _ => tracing::warn!(facility, message, "librdkafka"),
+        }
     }
 
     fn stats(&self, _: Statistics) {}
 
     fn error(&self, error: KafkaError, reason: &str) {
-        tracing::warn!(%error, reason, "Kafka");
+        match &mut *self.0.said() {
+            // "All brokers are down" says less than what came before it.
+            Some(said) if said.is_empty() || !reason.contains("brokers are down") => {
+                reason.clone_into(said);
+            }
+            Some(_) => {}
+            None => tracing::warn!(%error, reason, "Kafka"),
+        }
     }
 }
 
@@ -138,41 +168,41 @@ fn delivery_error(error: &KafkaError, message: &impl Message) -> DeliveryError {
 }
 
 impl Producer {
-    /// Builds the producer; it connects by itself. `one_by_one`: where the topics' limits are not
-    /// known, each record is acknowledged before the next one is sent, to find the one that a broker
-    /// refuses.
+    /// Builds the producer, and asks the brokers about the topics beside it.
+    ///
+    /// The producer comes first, with the limits that topics usually have, because librdkafka needs
+    /// half a second for its producer id (it asks before a broker is connected, and again 500 ms
+    /// later); for topics with other limits it is built again. `one_by_one`: where the limits are
+    /// not known, each record is acknowledged before the next one is sent, to find the one that a
+    /// broker refuses.
     ///
     /// # Errors
-    /// A mistake when librdkafka refuses a property or its value.
-    pub fn new(
+    /// As [`preflight`].
+    pub async fn connect(
         kafka: &Kafka,
         worker: &Worker,
-        topics: &BTreeMap<String, TopicFacts>,
+        topics: Vec<String>,
         one_by_one: bool,
-    ) -> Result<Self> {
-        let mut config = client_config(kafka)?;
-        let smallest_limit = topics.values().filter_map(|t| t.max_message_bytes).min();
-        let largest_limit = topics.values().filter_map(|t| t.max_message_bytes).max();
-        defaults(&mut config, worker, smallest_limit, largest_limit);
-        for (name, value) in &kafka.properties {
-            config.set(name, value);
-        }
-        if let (Some(limit), Some(given)) = (smallest_limit, kafka.properties.get("batch.size"))
-            && given.parse::<usize>().is_ok_and(|given| given > limit)
-        {
-            config.set("batch.size", limit.to_string()); // a batch over the limit fails as a whole
-        }
-        fixed(&mut config);
-        let reports = Arc::new(Queue::default());
+    ) -> Result<(Self, Preflight)> {
+        let usual = Limits { smallest: Some(USUAL_LIMIT_BYTES), largest: Some(USUAL_LIMIT_BYTES) };
+        let mut config = producer_config(kafka, worker, usual)?;
+        let mut reports = Queue::asking();
         let inner = config.create_with_context(Reports(Arc::clone(&reports))).map_err(property_error)?;
+        let (mut inner, facts) = ask_brokers(inner, &reports, kafka, topics).await?;
+        let limits = Limits::of(&facts.topics);
+        let fitting = producer_config(kafka, worker, limits)?;
+        if fitting.config_map() != config.config_map() {
+            config = fitting;
+            reports = Arc::default();
+            let other = config.create_with_context(Reports(Arc::clone(&reports))).map_err(property_error)?;
+            let unfit = std::mem::replace(&mut inner, other);
+            tokio::task::spawn_blocking(move || drop(unfit));
+        }
+        *reports.said() = None;
         let max_message_bytes =
             config.get("message.max.bytes").and_then(|n| n.parse().ok()).unwrap_or(1_000_000);
-        Ok(Producer {
-            inner,
-            reports,
-            max_message_bytes,
-            alone_over_bytes: smallest_limit.unwrap_or(if one_by_one { 0 } else { 1_000_000 }),
-        })
+        let alone_over_bytes = limits.smallest.unwrap_or(if one_by_one { 0 } else { 1_000_000 });
+        Ok((Producer { inner, reports, max_message_bytes, alone_over_bytes }, facts))
     }
 
     /// Hands a record to librdkafka, which copies it.
@@ -221,6 +251,38 @@ impl Producer {
     }
 }
 
+/// `max.message.bytes` of a topic whose broker has the default.
+const USUAL_LIMIT_BYTES: usize = 1_048_588;
+
+/// The least and the greatest `max.message.bytes` of the topics, as far as they are known.
+#[derive(Clone, Copy)]
+struct Limits {
+    smallest: Option<usize>,
+    largest: Option<usize>,
+}
+
+impl Limits {
+    fn of(topics: &BTreeMap<String, TopicFacts>) -> Self {
+        let known = || topics.values().filter_map(|t| t.max_message_bytes);
+        Limits { smallest: known().min(), largest: known().max() }
+    }
+}
+
+fn producer_config(kafka: &Kafka, worker: &Worker, limits: Limits) -> Result<ClientConfig> {
+    let mut config = client_config(kafka)?;
+    defaults(&mut config, worker, limits);
+    for (name, value) in &kafka.properties {
+        config.set(name, value);
+    }
+    if let (Some(limit), Some(given)) = (limits.smallest, kafka.properties.get("batch.size"))
+        && given.parse::<usize>().is_ok_and(|given| given > limit)
+    {
+        config.set("batch.size", limit.to_string()); // a batch over the limit fails as a whole
+    }
+    fixed(&mut config);
+    Ok(config)
+}
+
 fn client_config(kafka: &Kafka) -> Result<ClientConfig> {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", &kafka.brokers).set("client.id", "outbox-tailer");
@@ -237,18 +299,13 @@ fn client_config(kafka: &Kafka) -> Result<ClientConfig> {
 }
 
 /// What the operator may change.
-fn defaults(
-    config: &mut ClientConfig,
-    worker: &Worker,
-    smallest_limit: Option<usize>,
-    largest_limit: Option<usize>,
-) {
-    let largest = largest_limit.unwrap_or(1_000_000).max(1_000_000);
+fn defaults(config: &mut ClientConfig, worker: &Worker, limits: Limits) {
+    let largest = limits.largest.unwrap_or(1_000_000).max(1_000_000);
     config
         .set("linger.ms", "0")
         // Room for the key and headers beside the value that the broker's limit is about.
         .set("message.max.bytes", (largest + 4096).min(1_000_000_000).to_string())
-        .set("batch.size", smallest_limit.unwrap_or(1_000_000).min(1_000_000).to_string())
+        .set("batch.size", limits.smallest.unwrap_or(1_000_000).min(1_000_000).to_string())
         // The window bounds what is in flight; reports may lag behind it.
         .set(
             "queue.buffering.max.messages",
@@ -291,35 +348,43 @@ pub struct Preflight {
 /// # Errors
 /// A wait when no broker answers, a topic is missing or may not be seen; a mistake for a property
 /// that librdkafka refuses.
-pub async fn preflight(kafka: &Kafka, mut topics: Vec<String>) -> Result<Preflight> {
-    // Tables may share a topic; brokers refuse a request that names one twice.
-    topics.sort_unstable();
-    topics.dedup();
+pub async fn preflight(kafka: &Kafka, topics: Vec<String>) -> Result<Preflight> {
     let mut config = client_config(kafka)?;
     for (name, value) in &kafka.properties {
         config.set(name, value);
     }
-    let brokers = kafka.brokers.clone();
-    let names = topics.clone();
-    let asking = config.clone();
-    // librdkafka's metadata calls block, and so does destroying a client.
+    let reports = Queue::asking();
+    let client = config.create_with_context(Reports(Arc::clone(&reports))).map_err(property_error)?;
+    let (client, facts) = ask_brokers(client, &reports, kafka, topics).await?;
+    tokio::task::spawn_blocking(move || drop(client));
+    Ok(facts)
+}
+
+/// Gives the client back, because librdkafka's metadata calls block, and so does destroying a client.
+async fn ask_brokers(
+    client: ThreadedProducer<Reports>,
+    reports: &Arc<Queue>,
+    kafka: &Kafka,
+    mut topics: Vec<String>,
+) -> Result<(ThreadedProducer<Reports>, Preflight)> {
+    // Tables may share a topic; brokers refuse a request that names one twice.
+    topics.sort_unstable();
+    topics.dedup();
+    let (brokers, names, reports) = (kafka.brokers.clone(), topics.clone(), Arc::clone(reports));
     let asked = tokio::task::spawn_blocking(move || {
-        let said = Arc::new(Mutex::new(String::new()));
-        let client: BaseProducer<Said> =
-            asking.create_with_context(Said(Arc::clone(&said))).map_err(property_error)?;
-        ask(&client, &brokers, &names, &said)
+        let answer = ask(client.client(), &brokers, &names, &reports);
+        answer.map(|answer| (client, answer))
     });
     let hangs = |_| Error::wait(format!("no answer from Kafka at {}", kafka.brokers));
-    let asked = tokio::time::timeout(PREFLIGHT_TIMEOUT, asked).await.map_err(hangs)?;
-    let (cluster, partitions) = asked.map_err(|e| Error::bug("the Kafka preflight").because(e))??;
-    let limits = if kafka.knows_limits {
-        let admin = config.create().map_err(property_error)?;
-        let limits = describe(&admin, &topics, &kafka.brokers).await;
-        tokio::task::spawn_blocking(move || drop(admin));
-        limits?
-    } else {
-        BTreeMap::new()
+    let asked = async {
+        let asked = tokio::time::timeout(PREFLIGHT_TIMEOUT, asked).await.map_err(hangs)?;
+        asked.map_err(|e| Error::bug("the Kafka preflight").because(e))?
     };
+    let limits =
+        async { if kafka.knows_limits { describe(kafka, &topics).await } else { Ok(BTreeMap::new()) } };
+    let (asked, limits) = tokio::join!(asked, limits);
+    // What is wrong with the topics says more than why their limits are not known.
+    let ((client, (cluster, partitions)), limits) = (asked?, limits?);
     let topics = partitions
         .into_iter()
         .map(|(name, partitions)| {
@@ -327,25 +392,25 @@ pub async fn preflight(kafka: &Kafka, mut topics: Vec<String>) -> Result<Preflig
             (name, TopicFacts { partitions, max_message_bytes })
         })
         .collect();
-    Ok(Preflight { cluster, topics })
+    Ok((client, Preflight { cluster, topics }))
 }
 
 fn ask(
-    client: &BaseProducer<Said>,
+    client: &Client<Reports>,
     brokers: &str,
     topics: &[String],
-    said: &Mutex<String>,
+    reports: &Queue,
 ) -> Result<(String, BTreeMap<String, i32>)> {
     let unreachable = |what: &str, e: KafkaError| {
-        client.poll(Duration::from_millis(100)); // hears why a connection failed
-        let said = said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let detail = if said.is_empty() { String::new() } else { format!(" ({said})") };
+        let detail = match reports.said().as_deref() {
+            None | Some("") => String::new(),
+            Some(said) => format!(" ({said})"),
+        };
         Error::wait(format!("no answer from Kafka at {brokers}, {what}{detail}")).because(e)
     };
     let mut partitions = BTreeMap::new();
     for topic in topics {
         let metadata = client
-            .client()
             .fetch_metadata(Some(topic), ASK_TIMEOUT)
             .map_err(|e| unreachable("asked for its topics", e))?;
         let found = metadata.topics().iter().find(|t| t.name() == topic);
@@ -371,7 +436,6 @@ fn ask(
         }
     }
     let cluster = client
-        .client()
         .fetch_cluster_id(ASK_TIMEOUT)
         .ok_or_else(|| Error::wait(format!("Kafka at {brokers} does not tell its cluster id")))?;
     Ok((cluster, partitions))
@@ -382,18 +446,17 @@ fn ask(
 /// # Errors
 /// A wait when the broker does not answer: without the limits a batch of small records could be
 /// larger than the topic takes.
-async fn describe(
-    admin: &AdminClient<DefaultClientContext>,
-    topics: &[String],
-    brokers: &str,
-) -> Result<BTreeMap<String, usize>> {
+async fn describe(kafka: &Kafka, topics: &[String]) -> Result<BTreeMap<String, usize>> {
+    let admin = admin(kafka)?;
     let resources: Vec<ResourceSpecifier<'_>> = topics.iter().map(|t| ResourceSpecifier::Topic(t)).collect();
     let options = AdminOptions::new().request_timeout(Some(ASK_TIMEOUT));
     let failed = |e| {
-        Error::wait(format!("no answer from Kafka at {brokers}, asked for its topics' size limits"))
+        Error::wait(format!("no answer from Kafka at {}, asked for its topics' size limits", kafka.brokers))
             .because(e)
     };
-    let described = admin.describe_configs(&resources, &options).await.map_err(failed)?;
+    let described = admin.describe_configs(&resources, &options).await;
+    tokio::task::spawn_blocking(move || drop(admin));
+    let described = described.map_err(failed)?;
     let limit = |resource: &ConfigResource| resource.get("max.message.bytes")?.value.as_ref()?.parse().ok();
     let mut limits = BTreeMap::new();
     for (topic, result) in topics.iter().zip(described) {
@@ -414,39 +477,6 @@ fn property_error(e: KafkaError) -> Error {
         other => format!("kafka: {other}"),
     };
     Error::new(Kind::Mistake, text)
-}
-
-/// Remembers the last thing librdkafka said, for a message about why nobody answers.
-struct Said(Arc<Mutex<String>>);
-
-impl ClientContext for Said {
-    fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
-        tracing::debug!(?level, facility, message, "librdkafka");
-    }
-
-    fn error(&self, _: KafkaError, reason: &str) {
-        // "All brokers are down" says less than what came before it.
-        let mut said = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if said.is_empty() || !reason.contains("brokers are down") {
-            reason.clone_into(&mut said);
-        }
-    }
-}
-
-impl ProducerContext for Said {
-    type DeliveryOpaque = ();
-    fn delivery(&self, _: &DeliveryResult<'_>, (): ()) {}
-}
-
-fn log(level: RDKafkaLogLevel, facility: &str, message: &str) {
-    match level {
-        // It calls gapless "experimental" at every start.
-        _ if facility == "CONFWARN" => tracing::debug!(facility, message, "librdkafka"),
-        RDKafkaLogLevel::Debug | RDKafkaLogLevel::Info | RDKafkaLogLevel::Notice => {
-            tracing::debug!(facility, message, "librdkafka");
-        }
-        _ => tracing::warn!(facility, message, "librdkafka"),
-    }
 }
 
 /// What a changed cluster or topic means for the recorded placement of keys.

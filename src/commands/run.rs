@@ -126,8 +126,13 @@ async fn attempt(config: &Config, memory: &mut Memory, stop: &mut watch::Receive
 
 /// Everything between nothing and a running stream.
 async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<'a>> {
+    // Beside all that PostgreSQL is asked: librdkafka takes the longest.
+    let connecting = AbortOnDrop(tokio::spawn({
+        let (kafka, worker, one_by_one) = (config.kafka.clone(), config.worker.clone(), memory.one_by_one);
+        let topics = config.tables.iter().map(|t| t.topic.clone()).collect();
+        async move { Producer::connect(&kafka, &worker, topics, one_by_one).await }
+    }));
     let sql = postgres::connect(&config.postgres).await?;
-    let topics: Vec<String> = config.tables.iter().map(|t| t.topic.clone()).collect();
     let slot_name = &config.postgres.slot;
 
     // Before the first look, so that no decision can fall between it and a refusal. What is wrong
@@ -169,13 +174,12 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
     check_columns(&sql.client, &config.tables).await?;
     let skips = position::skips(&sql.client, slot_name).await?;
 
-    let kafka = kafka::preflight(&config.kafka, topics).await?;
+    let (producer, kafka) = connecting.result().await?;
     let placement = kafka::check_placement(row.kafka_cluster.as_deref(), &row.partitions, &kafka)?;
     if row.kafka_cluster.is_none() || placement.iter().any(|(topic, n)| row.partitions.get(topic) != Some(n))
     {
         position::record_kafka(&sql.client, slot_name, &kafka.cluster, &placement).await?;
     }
-    let producer = Producer::new(&config.kafka, &config.worker, &kafka.topics, memory.one_by_one)?;
     let tables = tables(config, &accepted, &kafka, &placement, producer.max_message_bytes)?;
     let relay = Relay::new(tables, skips);
 
@@ -220,6 +224,21 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
         // its own time-out, and without one not at all.
         silence_timeout: config.postgres.silence_timeout.max(sender_timeout.unwrap_or(SILENCE_UNKNOWN)),
     })
+}
+
+/// A task that ends with whoever waits for it.
+struct AbortOnDrop<T>(tokio::task::JoinHandle<Result<T>>);
+
+impl<T> AbortOnDrop<T> {
+    async fn result(mut self) -> Result<T> {
+        (&mut self.0).await.map_err(|e| Error::bug("a task ended without a word").because(e))?
+    }
+}
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 const STATUS_INTERVAL_MAX: Duration = Duration::from_secs(10);
