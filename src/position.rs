@@ -356,9 +356,6 @@ impl Store {
     }
 
     async fn try_advance(&mut self, position: Position) -> Result<Moved, AdvanceError> {
-        if position.lsn <= self.confirmed {
-            return Ok(Moved::To { lsn: self.confirmed, wal_end: self.confirmed }); // a replay of what an earlier session persisted
-        }
         let committed_at = position.commit_time_micros.map(system_time);
         for _ in 0..3 {
             let client = &self.sql.client;

@@ -16,6 +16,7 @@ pub mod outbox;
 pub mod pgoutput;
 pub mod progress;
 pub mod router;
+pub mod truth;
 
 use std::collections::{BTreeSet, HashMap};
 

@@ -22,6 +22,7 @@ use crate::kafka::{DeliveryError, Producer, Report, SendError};
 use crate::position::{Keeper, Moved, publication_refusal};
 use crate::relay::progress::Seq;
 use crate::relay::router::{ID_HEADER, Record, Unpublishable};
+use crate::relay::truth::Truth;
 use crate::relay::{Input, Lsn, Output, Poison, Relay, RelayError};
 use crate::source::{Received, Stream};
 
@@ -51,8 +52,7 @@ pub struct Session<'a> {
     pub producer: Producer,
     pub keeper: Keeper,
     pub stream: Stream,
-    /// The persisted position; the slot is never told more.
-    pub persisted: Lsn,
+    pub truth: Truth,
     /// How far the server's log was when it was last looked at.
     pub server_end: Lsn,
     pub status_interval: Duration,
@@ -80,8 +80,6 @@ struct State {
     received: Lsn,
     published: u64,
     acked: u64,
-    writing: bool,
-    requested: Lsn,
     last_write: Instant,
     last_status: (Instant, Lsn),
     status_due: bool,
@@ -126,13 +124,11 @@ impl Session<'_> {
     /// Runs until the stream fails, an event cannot be published, or `stop` becomes true.
     pub async fn run(mut self, stop: &mut watch::Receiver<bool>) -> Outcome {
         let now = Instant::now();
-        let before = self.persisted;
+        let before = self.truth.position();
         let mut state = State {
-            received: self.persisted,
+            received: before,
             published: 0,
             acked: 0,
-            writing: false,
-            requested: before,
             last_write: now,
             last_status: (now, Lsn::from(0)),
             status_due: true,
@@ -158,7 +154,7 @@ impl Session<'_> {
             published = state.published,
             acknowledged = state.acked,
             undelivered,
-            position = %self.persisted,
+            position = %self.truth.position(),
             ignored_updates = ignored.updates,
             ignored_deletes = ignored.deletes,
             ignored_truncates = ignored.truncates,
@@ -169,10 +165,10 @@ impl Session<'_> {
             "session ended"
         );
         Outcome {
-            persisted: self.persisted,
-            requested: state.requested,
+            persisted: self.truth.position(),
+            requested: self.truth.requested(),
             result,
-            advanced: self.persisted > before,
+            advanced: self.truth.position() > before,
             undelivered,
             batch_refused: state.batch_refused,
         }
@@ -198,7 +194,7 @@ impl Session<'_> {
             }
             if let Some(ending) = &mut state.ending {
                 let waits = ending.in_flight && self.relay.in_flight_events() > 0;
-                let drained = !waits && !state.writing && self.is_persisted();
+                let drained = !waits && self.truth.is_settled(self.relay.confirmable());
                 if drained || Instant::now() >= ending.deadline {
                     let why = std::mem::replace(&mut ending.why, Ok(()));
                     self.status(state, false).await?;
@@ -218,18 +214,18 @@ impl Session<'_> {
                 }
                 result = self.keeper.results.recv() => {
                     let result = result.unwrap_or_else(|| Err(Error::bug("the position task ended without a word")))?;
-                    state.writing = false;
                     state.last_write = Instant::now();
                     match result {
                         Moved::To { lsn, wal_end } => {
-                            self.persisted = lsn;
+                            self.truth.persisted(lsn);
                             self.server_end = wal_end;
                             state.status_due = true;
                             state.busy_told = None;
                         }
                         Moved::Busy(why) => {
+                            self.truth.not_persisted();
                             if state.busy_told.is_none_or(|at| at.elapsed() > REPEAT_BUSY) {
-                                tracing::warn!(position = %self.persisted, "the position does not move: {why}");
+                                tracing::warn!(position = %self.truth.position(), "the position does not move: {why}");
                                 state.busy_told = Some(Instant::now());
                             }
                         }
@@ -370,21 +366,18 @@ impl Session<'_> {
         }
     }
 
-    fn is_persisted(&self) -> bool {
-        self.relay.confirmable().is_none_or(|p| p.lsn <= self.persisted)
-    }
-
     /// Asks the keeper to move the position when there is something to move to and it is time; gives
     /// the time at which to look again.
     async fn request_write(&mut self, state: &mut State) -> Result<Option<Instant>> {
         let Some(position) = self.relay.confirmable() else { return Ok(None) };
-        if state.writing || position.lsn <= self.persisted {
+        if !self.truth.may_persist(position) {
             return Ok(None);
         }
-        let ahead = u64::from(position.lsn) - u64::from(self.persisted);
+        let persisted = self.truth.position();
+        let ahead = u64::from(position.lsn) - u64::from(persisted);
         let due = if state.ending.is_some() {
             state.last_write + self.worker.position_interval.min(LAST_WRITES)
-        } else if position.events_end > self.persisted {
+        } else if position.events_end > persisted {
             state.last_write + self.worker.position_interval
         } else if ahead >= IDLE_ADVANCE_BYTES {
             state.last_write + self.worker.idle_interval
@@ -394,22 +387,21 @@ impl Session<'_> {
         if Instant::now() < due {
             return Ok(Some(due));
         }
-        state.writing = true;
-        state.requested = position.lsn;
         // The keeper is idle, so this does not wait; if it has ended, its result says why.
-        let _ = self.keeper.requests.send(position).await;
+        let _ = self.keeper.requests.send(self.truth.persist(position)).await;
         Ok(None)
     }
 
     async fn status(&mut self, state: &mut State, ask_reply: bool) -> Result<()> {
         let now = Instant::now();
         let (at, told) = state.last_status;
-        if told == self.persisted && now < at + REPEAT_STATUS && !ask_reply {
+        let tellable = self.truth.tellable();
+        if told == tellable && now < at + REPEAT_STATUS && !ask_reply {
             return Ok(()); // stays due
         }
         state.status_due = false;
-        state.last_status = (now, self.persisted);
-        self.stream.status(state.received, self.persisted, ask_reply).await
+        state.last_status = (now, tellable);
+        self.stream.status(state.received, tellable, ask_reply).await
     }
 
     async fn tick(&mut self, state: &mut State) -> Result<()> {

@@ -14,6 +14,7 @@ use crate::position::{self, Keeper, publication_refusal};
 use crate::postgres::{self, Sql, sql_error};
 use crate::relay::outbox::Mapping;
 use crate::relay::router::{Limits, Route, Topic, TopicName};
+use crate::relay::truth::Truth;
 use crate::relay::{Relay, Table};
 use crate::session::{Outcome, Session};
 use crate::source;
@@ -216,7 +217,7 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
         producer,
         keeper,
         stream,
-        persisted: confirmed,
+        truth: Truth::new(confirmed, None),
         server_end: system.wal_end,
         // Well below half of the time after which the server ends a silent connection.
         status_interval: sender_timeout.map_or(STATUS_INTERVAL_MAX, |t| (t / 4).min(STATUS_INTERVAL_MAX)),
