@@ -283,7 +283,11 @@ fn producer_config(kafka: &Kafka, worker: &Worker, limits: Limits) -> Result<Cli
     Ok(config)
 }
 
-fn client_config(kafka: &Kafka) -> Result<ClientConfig> {
+/// What every client of ours begins with.
+///
+/// # Errors
+/// When the password file cannot be read.
+pub fn client_config(kafka: &Kafka) -> Result<ClientConfig> {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", &kafka.brokers).set("client.id", "outbox-tailer");
     config.set("socket.keepalive.enable", "true").set("allow.auto.create.topics", "false");
@@ -468,7 +472,7 @@ async fn describe(kafka: &Kafka, topics: &[String]) -> Result<BTreeMap<String, u
     Ok(limits)
 }
 
-fn property_error(e: KafkaError) -> Error {
+pub fn property_error(e: KafkaError) -> Error {
     let text = match &e {
         // Without the value, which may be a secret.
         KafkaError::ClientConfig(_, reason, name, _) => {

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! stream ─▶ relay ─▶ producer            order of truth:
-//!   ▲                   │ reports          broker acknowledged
-//!   │ status            ▼                  → position row committed (keeper)
-//!   └──── persisted ◀─ keeper ◀─ relay     → slot told (status)
+//!   ▲                   │ reports             broker acknowledged
+//!   │ status            ▼                     → position row committed (keeper)
+//!   └─ truth ◀─ notary ◀─ keeper ◀─ relay     → witness written (notary) → slot told (status)
 //! ```
 //!
 //! The session owns relay, producer, keeper and stream: when it ends, everything in flight ends
@@ -25,6 +25,7 @@ use crate::relay::router::{ID_HEADER, Record, Unpublishable};
 use crate::relay::truth::Truth;
 use crate::relay::{Input, Lsn, Output, Poison, Relay, RelayError};
 use crate::source::{Received, Stream};
+use crate::witness::Notary;
 
 /// Foreign WAL below this is not worth a position write.
 const IDLE_ADVANCE_BYTES: u64 = 64 << 10;
@@ -51,6 +52,8 @@ pub struct Session<'a> {
     pub relay: Relay,
     pub producer: Producer,
     pub keeper: Keeper,
+    /// `None` without a witness.
+    pub notary: Option<Notary>,
     pub stream: Stream,
     pub truth: Truth,
     /// How far the server's log was when it was last looked at.
@@ -189,6 +192,12 @@ impl Session<'_> {
                 }
             }
             let write_at = self.request_write(state).await?;
+            if let Some(notary) = &self.notary
+                && let Some(lsn) = self.truth.witness()
+            {
+                // The notary is idle, so this does not wait; if it has ended, its result says why.
+                let _ = notary.requests.send(lsn).await;
+            }
             if state.status_due {
                 self.status(state, false).await?;
             }
@@ -219,7 +228,7 @@ impl Session<'_> {
                         Moved::To { lsn, wal_end } => {
                             self.truth.persisted(lsn);
                             self.server_end = wal_end;
-                            state.status_due = true;
+                            state.status_due |= self.notary.is_none();
                             state.busy_told = None;
                         }
                         Moved::Busy(why) => {
@@ -230,6 +239,10 @@ impl Session<'_> {
                             }
                         }
                     }
+                }
+                result = written(&mut self.notary) => {
+                    self.truth.witnessed(result?);
+                    state.status_due = true;
                 }
                 () = self.producer.reported() => {
                     self.producer.take_reports(&mut reports);
@@ -434,6 +447,17 @@ impl Session<'_> {
             );
         }
         Ok(())
+    }
+}
+
+/// The next result of the notary; never without one.
+async fn written(notary: &mut Option<Notary>) -> Result<Lsn> {
+    match notary {
+        None => std::future::pending().await,
+        Some(notary) => {
+            let gone = || Err(Error::bug("the witness task ended without a word"));
+            notary.results.recv().await.unwrap_or_else(gone)
+        }
     }
 }
 
