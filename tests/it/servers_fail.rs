@@ -72,7 +72,8 @@ fn twenty_kills_at_random_moments_lose_and_invert_nothing() {
     bed.write_config();
     bed.init();
     let load = Load::start(&bed, 3, Duration::from_millis(1));
-    for kill in 0..number("OUTBOX_KILLS", 20) {
+    let kills = number("OUTBOX_KILLS", 20);
+    for kill in 0..kills {
         let mut worker = bed.start();
         if kill % 4 != 0 {
             worker.streams();
@@ -83,6 +84,7 @@ fn twenty_kills_at_random_moments_lose_and_invert_nothing() {
     load.stop();
     let mut worker = bed.streaming();
     let repeats = all_is_well(&mut bed);
+    eprintln!("kills={kills} events={} lost=0 inverted=0 repeats={repeats}", bed.committed().events.len());
     assert!(repeats > 0, "no kill came while events were in flight");
     worker.stop();
 }
@@ -291,9 +293,18 @@ fn outage(signal: &str) {
     bed.insert_in_transactions(1, 100_000, 1000);
     std::thread::sleep(outage.saturating_sub(stopped.elapsed())); // the outage
     bed.kafka.start_again();
+    let back = Instant::now();
     load.stop();
-    all_is_well(&mut bed);
+    let repeats = all_is_well(&mut bed);
+    let caught_up = back.elapsed();
     let peak = worker.peak_rss_bytes();
+    eprintln!(
+        "outage_s={} signal={signal} events={} lost=0 inverted=0 repeats={repeats} caught_up_s={} peak_kb={}",
+        outage.as_secs(),
+        bed.committed().events.len(),
+        caught_up.as_secs(),
+        peak >> 10
+    );
     assert!(peak < RSS_LIMIT, "the worker took {peak} bytes");
     let log = bed.postgres.log();
     assert!(!log.contains("replication timeout"), "{log}");
