@@ -28,11 +28,14 @@ tests![
     a_dropped_table_is_refused,
     a_renamed_key_column_is_refused_and_loses_nothing,
     a_deleted_position_row_is_refused,
+    a_position_raised_by_hand_past_what_was_asked_for_is_refused,
+    a_position_raised_by_hand_past_the_end_of_the_wal_is_refused,
     another_server_behind_the_url_is_refused,
     an_oversized_payload_is_refused_and_skipped,
     a_payload_that_only_the_broker_can_refuse_is_refused_and_skipped,
     a_refused_payload_is_published_in_order_once_the_topic_takes_it,
     a_null_key_is_refused_and_skipped,
+    a_refusal_that_could_not_be_recorded_is_recorded_later,
     another_kafka_cluster_is_refused_until_it_is_accepted,
     a_topic_made_again_with_fewer_partitions_is_refused,
     c80_a_topic_that_has_grown_keeps_its_placement,
@@ -464,6 +467,51 @@ fn a_deleted_position_row_is_refused() {
     starts_over(&mut bed, &mut worker);
 }
 
+/// The fault is the edit: nowhere else does a test write to the row.
+fn raise_position(bed: &mut Bed, to: &str) {
+    bed.sql(&format!("UPDATE outbox_tailer.position SET confirmed_lsn = {to}"));
+}
+
+fn a_position_raised_by_hand_past_what_was_asked_for_is_refused() {
+    // By the next write of the position, and by the next start check.
+    for ends_the_session in [false, true] {
+        let mut bed = Bed::new();
+        if ends_the_session {
+            bed.settings.worker = "position_interval_ms = 60000".to_owned();
+            bed.write_config();
+        }
+        let mut worker = streaming(&mut bed);
+        if !ends_the_session {
+            bed.confirmed();
+        }
+        bed.sql("SELECT pg_logical_emit_message(false, 'noise', 'noise', true)");
+        raise_position(&mut bed, "pg_current_wal_insert_lsn()");
+        let says = if ends_the_session {
+            bed.terminate("walsender");
+            "more than we have asked for"
+        } else {
+            bed.insert(1, 1);
+            "by another hand"
+        };
+        let said = worker.refuses("gap");
+        assert!(said.contains(says), "{said}");
+        starts_over(&mut bed, &mut worker);
+    }
+}
+
+fn a_position_raised_by_hand_past_the_end_of_the_wal_is_refused() {
+    let mut bed = Bed::new();
+    bed.exempt(&[Rule::PositionBehindTopic], "the position is past everything");
+    let mut worker = streaming(&mut bed);
+    bed.confirmed();
+    worker.stop();
+    raise_position(&mut bed, "'FFFFFFFF/0'");
+    bed.insert(1, 3);
+    let worker = bed.start();
+    let (_worker, said) = stays_refused(&mut bed, worker, "gap");
+    assert!(said.contains("beyond the end of the server's WAL"), "{said}");
+}
+
 fn another_server_behind_the_url_is_refused() {
     let mut bed = Bed::on(Arc::new(Postgres::start(&[])), servers::shared_kafka());
     bed.exempt(EVENTS, "the topic holds what another server committed");
@@ -637,6 +685,34 @@ fn a_null_key_is_refused_and_skipped() {
     );
     bed.insert(1, 5);
     poison(&mut bed, worker, &id, &["key NULL", "its key is NULL"]);
+}
+
+/// `skip` goes by what the row says.
+fn a_refusal_that_could_not_be_recorded_is_recorded_later() {
+    let table = OUTBOX.replace("order_id bigint NOT NULL", "order_id bigint");
+    let mut bed = Bed::with(servers::shared_postgres(), servers::shared_kafka(), &table, &[]);
+    bed.init();
+    let mut worker = bed.start_with(&["--log", "outbox_tailer=debug"]);
+    worker.streams();
+    bed.insert(1, 1);
+    bed.confirmed();
+    bed.sql(
+        "CREATE FUNCTION not_now() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''not now''; END';
+         CREATE TRIGGER not_now BEFORE UPDATE OF refusal ON outbox_tailer.position FOR EACH ROW EXECUTE FUNCTION not_now()",
+    );
+    let row = "INSERT INTO outbox_event (revision, event_type, payload) VALUES (1, 'OrderPaid', '{}') RETURNING event_id::text";
+    let id: String = bed.value(row);
+    worker.refuses("poison");
+    worker.says("cannot record the refusal");
+    let early = bed.run(&["skip", &id]);
+    assert_eq!(early.code, Some(2), "{}", early.stderr);
+    bed.sql("DROP TRIGGER not_now ON outbox_tailer.position");
+    let recorded = "SELECT refusal->'detail'->>'event_id' FROM outbox_tailer.position";
+    eventually("the refusal is recorded", || {
+        bed.value::<Option<String>>(recorded).filter(|found| *found == id)
+    });
+    let first = bed.committed().events[0].id.clone();
+    skips(&mut bed, worker, &id, &first);
 }
 
 /// The messages of a topic that is not the one where the earlier events went.

@@ -22,6 +22,8 @@ tests![
     c33_a_partition_attached_again_is_refused,
     c33_a_partition_detached_concurrently_is_no_change,
     c33_an_unlogged_partition_is_refused,
+    c33_a_partition_that_is_a_foreign_table_is_refused,
+    c33_an_outbox_attached_to_a_published_table_is_refused,
     c35_columns_are_added_dropped_moved_and_renamed_under_load,
     c37_a_row_deleted_in_its_own_transaction_is_published,
     c38_updates_and_deletes_are_ignored_and_counted,
@@ -251,6 +253,74 @@ fn c33_an_unlogged_partition_is_refused() {
     let mut worker = bed.start();
     worker.refuses("publication");
     bed.arrived();
+}
+
+/// Its rows are never in the WAL. No foreign server is needed to see that.
+fn c33_a_partition_that_is_a_foreign_table_is_refused() {
+    // A unique index allows no foreign partition.
+    let tables = PARTITIONED.replace(", PRIMARY KEY (event_id, day)", "");
+    let foreign = "CREATE FOREIGN DATA WRAPPER none; CREATE SERVER nowhere FOREIGN DATA WRAPPER none;
+        CREATE FOREIGN TABLE outbox_3 PARTITION OF outbox_event FOR VALUES FROM (3) TO (4) SERVER nowhere";
+    let bed = || Bed::with(servers::shared_postgres(), servers::shared_kafka(), &tables, &[]);
+    let mut late = bed();
+    late.sql(foreign);
+    let publication = late.publication.clone();
+    late.sql(&format!(
+        "CREATE PUBLICATION {publication} FOR TABLE outbox_event WITH (publish_via_partition_root = true)"
+    ));
+    late.mistakes(&["init"], &["partition public.outbox_event/", "is not logged"]);
+
+    let mut bed = bed();
+    bed.init();
+    let mut worker = bed.streaming();
+    insert_day(&mut bed, "outbox_event", 1, 10);
+    bed.arrived();
+    bed.confirmed();
+    bed.sql(foreign);
+    insert_day(&mut bed, "outbox_event", 1, 1);
+    let said = worker.refuses("publication");
+    assert!(said.contains("is not logged"), "{said}");
+    worker.stop();
+    let mut worker = bed.start();
+    worker.refuses("publication");
+}
+
+/// Its rows come under the name of that table from then on, which is none of ours.
+fn c33_an_outbox_attached_to_a_published_table_is_refused() {
+    let root = "CREATE TABLE all_events (LIKE outbox_event) PARTITION BY RANGE (order_id)";
+    let attach = "ALTER TABLE all_events ATTACH PARTITION outbox_event DEFAULT";
+    let publication = |bed: &mut Bed| {
+        let make = format!(
+            "CREATE PUBLICATION {} FOR ALL TABLES WITH (publish = 'insert', publish_via_partition_root = true)",
+            bed.publication
+        );
+        bed.sql(&make);
+    };
+    let mut late = Bed::new();
+    publication(&mut late);
+    late.sql(&format!("{root}; {attach}"));
+    late.mistakes(&["init"], &["public.outbox_event is a partition or child of another table"]);
+
+    let mut bed = Bed::new();
+    // Nothing of ours comes any more: what is looked at is what others write.
+    bed.settings.worker = "idle_interval_ms = 100".to_owned();
+    bed.write_config();
+    bed.sql(root);
+    publication(&mut bed);
+    bed.init();
+    let mut worker = bed.streaming();
+    bed.insert(1, 5);
+    bed.arrived();
+    bed.confirmed();
+    bed.sql(attach);
+    bed.insert(1, 1);
+    bed.sql("CREATE TABLE noise AS SELECT repeat('x', 900) FROM generate_series(1, 2000)");
+    let said = worker.refuses("publication");
+    assert!(said.contains("public.outbox_event is a partition or child of another table"), "{said}");
+    worker.stop();
+    let mut worker = bed.start();
+    worker.refuses("publication");
+    assert_eq!(bed.topic.count(), 5);
 }
 
 fn c35_columns_are_added_dropped_moved_and_renamed_under_load() {
