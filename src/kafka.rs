@@ -35,6 +35,8 @@ pub struct Producer {
     /// A larger record may be refused by the broker, which only it can tell when batches are
     /// compressed: it must be acknowledged before anything else is sent. Bytes of a batch of one.
     pub alone_over_bytes: usize,
+    /// Whether the topics' size limits are known.
+    pub knows_limits: bool,
 }
 
 /// The window, in events and bytes, that fits librdkafka's queue: half of it, so that the queue is
@@ -138,9 +140,8 @@ fn delivery_error(error: &KafkaError, message: &impl Message) -> DeliveryError {
 }
 
 impl Producer {
-    /// Builds the producer; it connects by itself. `one_by_one`: where the topics' limits are not
-    /// known, each record is acknowledged before the next one is sent, to find the one that a broker
-    /// refuses.
+    /// Builds the producer; it connects by itself. `one_by_one`: each record is acknowledged before
+    /// the next one is sent, to find the one that a broker refuses.
     ///
     /// # Errors
     /// A mistake when librdkafka refuses a property or its value.
@@ -171,7 +172,8 @@ impl Producer {
             inner,
             reports,
             max_message_bytes,
-            alone_over_bytes: smallest_limit.unwrap_or(if one_by_one { 0 } else { 1_000_000 }),
+            alone_over_bytes: if one_by_one { 0 } else { smallest_limit.unwrap_or(1_000_000) },
+            knows_limits: smallest_limit.is_some(),
         })
     }
 

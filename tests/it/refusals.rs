@@ -35,6 +35,7 @@ tests![
     a_payload_that_only_the_broker_can_refuse_is_refused_and_skipped,
     a_refused_payload_is_published_in_order_once_the_topic_takes_it,
     a_null_key_is_refused_and_skipped,
+    of_a_batch_with_one_invalid_record_that_event_is_blamed,
     a_refusal_that_could_not_be_recorded_is_recorded_later,
     another_kafka_cluster_is_refused_until_it_is_accepted,
     a_topic_made_again_with_fewer_partitions_is_refused,
@@ -685,6 +686,41 @@ fn a_null_key_is_refused_and_skipped() {
     );
     bed.insert(1, 5);
     poison(&mut bed, worker, &id, &["key NULL", "its key is NULL"]);
+}
+
+/// Two tables share the topic; of one the time of the commit counts, which the broker finds too old.
+/// It refuses the batch, and does not say for whom.
+fn of_a_batch_with_one_invalid_record_that_event_is_blamed() {
+    let late = OUTBOX.replace("outbox_event (", "late (").replace("outbox_order_revision_key", "late_key");
+    let limit = [("message.timestamp.before.max.ms", "8000")];
+    let tables = format!("{OUTBOX}; {late}");
+    let mut bed = Bed::with(servers::shared_postgres(), servers::shared_kafka(), &tables, &limit);
+    let outbox = |table: &str| format!("[[outbox]]\ntable = '{table}'\ntopic = '{}'\n", bed.topic.name);
+    bed.settings.outbox = format!("{}{}timestamp = 'commit'\n", outbox("outbox_event"), outbox("late"));
+    bed.settings.properties = "\"linger.ms\" = 100".to_owned();
+    bed.write_config();
+    bed.init();
+    let mut worker = bed.streaming();
+    bed.insert(1, 1);
+    bed.arrived();
+    bed.confirmed();
+    // It sleeps until the commit is too old, and then sends the three transactions as one batch.
+    worker.signal("STOP");
+    bed.insert(1, 5);
+    let insert =
+        "INSERT INTO late (order_id, revision, event_type, payload) VALUES (1, 1, 'OrderPaid', '{}')";
+    let id: String = bed.value(&format!("{insert} RETURNING event_id::text"));
+    let committed = std::time::Instant::now();
+    bed.insert(1, 5);
+    eventually("the commit is too old", || (committed.elapsed() > Duration::from_secs(9)).then_some(()));
+    worker.signal("CONT");
+    let said = worker.refuses("poison");
+    for text in ["public.late", "key 1", "InvalidTimestamp", &format!("skip {id}")] {
+        assert!(said.contains(text), "{text:?} is not in {said}");
+    }
+    assert_eq!(bed.topic.count(), 6, "what was before it is published, what was after it is not");
+    let first = bed.committed().events[0].id.clone();
+    skips(&mut bed, worker, &id, &first);
 }
 
 /// `skip` goes by what the row says.
