@@ -36,6 +36,8 @@ pub struct Producer {
     /// A larger record may be refused by the broker, which only it can tell when batches are
     /// compressed: it must be acknowledged before anything else is sent. Bytes of a batch of one.
     pub alone_over_bytes: usize,
+    /// Whether the topics' size limits are known.
+    pub knows_limits: bool,
 }
 
 /// The window, in events and bytes, that fits librdkafka's queue: half of it, so that the queue is
@@ -172,9 +174,8 @@ impl Producer {
     ///
     /// The producer comes first, with the limits that topics usually have, because librdkafka needs
     /// half a second for its producer id (it asks before a broker is connected, and again 500 ms
-    /// later); for topics with other limits it is built again. `one_by_one`: where the limits are
-    /// not known, each record is acknowledged before the next one is sent, to find the one that a
-    /// broker refuses.
+    /// later); for topics with other limits it is built again. `one_by_one`: each record is acknowledged
+    /// before the next one is sent, to find the one that a broker refuses.
     ///
     /// # Errors
     /// As [`preflight`].
@@ -201,8 +202,9 @@ impl Producer {
         *reports.said() = None;
         let max_message_bytes =
             config.get("message.max.bytes").and_then(|n| n.parse().ok()).unwrap_or(1_000_000);
-        let alone_over_bytes = limits.smallest.unwrap_or(if one_by_one { 0 } else { 1_000_000 });
-        Ok((Producer { inner, reports, max_message_bytes, alone_over_bytes }, facts))
+        let alone_over_bytes = if one_by_one { 0 } else { limits.smallest.unwrap_or(1_000_000) };
+        let knows_limits = limits.smallest.is_some();
+        Ok((Producer { inner, reports, max_message_bytes, alone_over_bytes, knows_limits }, facts))
     }
 
     /// Hands a record to librdkafka, which copies it.

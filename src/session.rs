@@ -75,7 +75,7 @@ pub struct Outcome {
     pub advanced: bool,
     /// Events published and not acknowledged.
     pub undelivered: usize,
-    /// The broker refused a batch of several events for its size: which of them is not known.
+    /// The broker refused a batch of several events: which of them is not known.
     pub batch_refused: bool,
 }
 
@@ -345,10 +345,12 @@ impl Session<'_> {
             }
             Report::Failed { seq, why } => {
                 let error = match why {
-                    // A batch of several fails as a whole; only an event that was alone is at fault.
-                    DeliveryError::Rejected { size: true, .. } if state.alone != Some(seq) => {
-                        state.batch_refused = true;
-                        Error::wait("the broker refused a batch for its size")
+                    // A batch of several fails as a whole, and of some reasons the broker does not say
+                    // whose they are; only an event that was alone is at fault.
+                    DeliveryError::Rejected { size, reason, .. } if state.alone != Some(seq) => {
+                        // A limit that was lowered is known at the next start.
+                        state.batch_refused |= !(size && self.producer.knows_limits);
+                        Error::wait(format!("the broker refused a batch: {reason}"))
                     }
                     DeliveryError::Rejected { event_id, key, bytes, reason, .. } => {
                         self.poison(seq, &event_id, key, Unpublishable::Rejected { bytes, reason })
@@ -356,14 +358,8 @@ impl Session<'_> {
                     DeliveryError::Other(why) => Error::wait(format!("Kafka did not take an event: {why}")),
                 };
                 self.relay.handle(Input::Failed(seq)).map_err(stopped)?;
-                // The first failure is the cause, the others follow from it; but of a batch with one
-                // invalid record the broker may report another one first.
-                let clearer = matches!(error.kind, Kind::Refusal(_))
-                    && state
-                        .ending
-                        .as_ref()
-                        .is_some_and(|e| e.why.as_ref().is_err_and(|e| e.kind == Kind::Wait));
-                if !state.failed || clearer {
+                // The first failure is the cause, the others follow from it.
+                if !state.failed {
                     state.failed = true;
                     self.stop_the_line(state, error);
                 }
