@@ -45,7 +45,20 @@ pub struct Config {
     pub postgres: Postgres,
     pub kafka: Kafka,
     pub tables: Vec<TableConfig>,
+    pub witness: Witness,
     pub worker: Worker,
+}
+
+/// Where it is kept, outside the database, how far has been published.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Witness {
+    /// A compacted topic beside the events.
+    Kafka {
+        topic: String,
+    },
+    File(PathBuf),
+    /// What a failover or a restore has lost then shows only to a worker that was running meanwhile.
+    None,
 }
 
 #[derive(Debug, Clone)]
@@ -203,7 +216,25 @@ struct Raw {
     postgres: RawPostgres,
     kafka: RawKafka,
     outbox: Vec<RawTable>,
+    witness: RawWitness,
     worker: RawWorker,
+}
+
+#[derive(Debug, Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct RawWitness {
+    kind: WitnessKind,
+    topic: Option<String>,
+    file: Option<PathBuf>,
+}
+
+#[derive(Debug, Deserialize, Default, Clone, Copy, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+enum WitnessKind {
+    #[default]
+    Kafka,
+    File,
+    None,
 }
 
 #[derive(Debug, Deserialize, Default)]
@@ -313,6 +344,9 @@ const ENVIRONMENT: &[(&str, &str, EnvType)] = {
         ("kafka", "sasl_password_file", Text),
         ("kafka", "properties", Literal),
         ("", "outbox", Literal),
+        ("witness", "kind", Text),
+        ("witness", "topic", Text),
+        ("witness", "file", Text),
         ("worker", "instance", Text),
         ("worker", "window_events", Literal),
         ("worker", "window_bytes", Literal),
@@ -332,7 +366,7 @@ enum EnvType {
     Literal,
 }
 
-const SECTIONS: [&str; 4] = ["POSTGRES_", "KAFKA_", "WORKER_", "OUTBOX"];
+const SECTIONS: [&str; 5] = ["POSTGRES_", "KAFKA_", "WITNESS_", "WORKER_", "OUTBOX"];
 const ENV_PREFIX: &str = "OUTBOX_TAILER_";
 
 /// Values from the command line, which win over everything else.
@@ -492,6 +526,7 @@ fn validate(raw: Raw) -> Result<Config> {
         },
         postgres: postgres(raw.postgres)?,
         kafka: kafka(raw.kafka)?,
+        witness: witness(raw.witness)?,
         tables: if raw.outbox.is_empty() {
             vec![table(RawTable::order("public.outbox_event"))?]
         } else {
@@ -519,6 +554,38 @@ fn positive_ms(given: Option<u64>, default: u64, key: &str) -> Result<Duration> 
         0 => Err(Error::mistake(format!("{key} = 0: must be at least 1"))),
         ms => Ok(Duration::from_millis(ms)),
     }
+}
+
+fn topic_name(topic: &str, place: &str) -> Result<()> {
+    let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    if topic.is_empty() || topic.len() > 249 || topic == "." || topic == ".." || !topic.chars().all(legal) {
+        return Err(Error::mistake(format!(
+            "{place} {topic:?} is not a Kafka topic name (1 to 249 characters out of a-z, A-Z, 0-9, '.', '_', '-')"
+        )));
+    }
+    Ok(())
+}
+
+fn witness(raw: RawWitness) -> Result<Witness> {
+    let unused =
+        |key: &str, kind: &str| Error::mistake(format!("witness.{key} is for witness.kind = {kind:?}"));
+    if raw.topic.is_some() && raw.kind != WitnessKind::Kafka {
+        return Err(unused("topic", "kafka"));
+    }
+    if raw.file.is_some() && raw.kind != WitnessKind::File {
+        return Err(unused("file", "file"));
+    }
+    Ok(match raw.kind {
+        WitnessKind::None => Witness::None,
+        WitnessKind::File => Witness::File(
+            raw.file.ok_or_else(|| Error::mistake("witness.kind = \"file\" needs witness.file"))?,
+        ),
+        WitnessKind::Kafka => {
+            let topic = raw.topic.unwrap_or_else(|| "outbox-tailer.witness".to_owned());
+            topic_name(&topic, "witness.topic")?;
+            Witness::Kafka { topic }
+        }
+    })
 }
 
 fn default_instance() -> String {
@@ -770,12 +837,7 @@ fn table(raw: RawTable) -> Result<TableConfig> {
         (None, Preset::Order) => "outbox.event.order".to_owned(),
         (None, Preset::Debezium) => return Err(Error::mistake(format!("{place}: topic is missing"))),
     };
-    let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if topic.is_empty() || topic.len() > 249 || topic == "." || topic == ".." || !topic.chars().all(legal) {
-        return Err(Error::mistake(format!(
-            "{place}: topic {topic:?} is not a Kafka topic name (1 to 249 characters out of a-z, A-Z, 0-9, '.', '_', '-')"
-        )));
-    }
+    topic_name(&topic, &format!("{place}: topic"))?;
     let column = |given: Option<Names>, default: &str, key: &str| match given {
         Some(names) => column_name(names, &format!("{place}: {key}")),
         None => Ok(ColumnName::new(default)),

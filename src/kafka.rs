@@ -36,6 +36,8 @@ pub struct Producer {
     pub max_message_bytes: usize,
     /// See [`crate::relay::line::Bounds`].
     pub alone_over_bytes: usize,
+    /// Whether the topics' size limits are known.
+    pub knows_limits: bool,
 }
 
 /// The window, in events and bytes, that fits librdkafka's queue: half of it, so that the queue is
@@ -150,9 +152,8 @@ impl Producer {
     ///
     /// The producer comes first, with the limits that topics usually have, because librdkafka needs
     /// half a second for its producer id (it asks before a broker is connected, and again 500 ms
-    /// later); for topics with other limits it is built again. `one_by_one`: where the limits are
-    /// not known, each record is acknowledged before the next one is sent, to find the one that a
-    /// broker refuses.
+    /// later); for topics with other limits it is built again. `one_by_one`: each record is acknowledged
+    /// before the next one is sent, to find the one that a broker refuses.
     ///
     /// # Errors
     /// As [`preflight`].
@@ -179,8 +180,9 @@ impl Producer {
         *reports.said() = None;
         let max_message_bytes =
             config.get("message.max.bytes").and_then(|n| n.parse().ok()).unwrap_or(1_000_000);
-        let alone_over_bytes = limits.smallest.unwrap_or(if one_by_one { 0 } else { 1_000_000 });
-        Ok((Producer { inner, reports, max_message_bytes, alone_over_bytes }, facts))
+        let alone_over_bytes = if one_by_one { 0 } else { limits.smallest.unwrap_or(1_000_000) };
+        let knows_limits = limits.smallest.is_some();
+        Ok((Producer { inner, reports, max_message_bytes, alone_over_bytes, knows_limits }, facts))
     }
 
     /// Hands a record to librdkafka, which copies it.
@@ -261,7 +263,11 @@ fn producer_config(kafka: &Kafka, worker: &Worker, limits: Limits) -> Result<Cli
     Ok(config)
 }
 
-fn client_config(kafka: &Kafka) -> Result<ClientConfig> {
+/// What every client of ours begins with.
+///
+/// # Errors
+/// When the password file cannot be read.
+pub fn client_config(kafka: &Kafka) -> Result<ClientConfig> {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", &kafka.brokers).set("client.id", "outbox-tailer");
     config.set("socket.keepalive.enable", "true").set("allow.auto.create.topics", "false");
@@ -446,7 +452,7 @@ async fn describe(kafka: &Kafka, topics: &[String]) -> Result<BTreeMap<String, u
     Ok(limits)
 }
 
-fn property_error(e: KafkaError) -> Error {
+pub fn property_error(e: KafkaError) -> Error {
     let text = match &e {
         // Without the value, which may be a secret.
         KafkaError::ClientConfig(_, reason, name, _) => {

@@ -10,8 +10,8 @@
 //!
 //! # What always holds
 //!
-//! - Order of truth: broker acknowledged → position row committed → slot told. Never otherwise, not
-//!   even at shutdown.
+//! - Order of truth: broker acknowledged → position row committed → witness written → slot told.
+//!   Never otherwise, not even at shutdown.
 //! - Only [`relay::progress`] yields an LSN that may be confirmed: the end of a commit, or a
 //!   keepalive's WAL end outside a transaction, with everything before it acknowledged.
 //! - After a failed delivery nothing else is sent by that producer. The stream restarts from the
@@ -29,6 +29,7 @@
 - [`source`]: the replication session: connect, authenticate, stream, status updates.
 - [`kafka`]: the idempotent producer and what is asked of the brokers.
 - [`position`], [`descriptor`]: the persisted position and what the publication must still be.
+- [`witness`]: the record outside the database that shows what a failover or a restore has lost.
 - [`startcheck`]: may the stream start here? Pure.
 - [`commands`]: `run` puts these together; `init`, `skip`, `demo`.
 - [`postgres`], [`tls`], [`config`], [`cli`], [`error`]: what all of them stand on.
@@ -62,3 +63,5 @@ pub mod source;
 pub mod startcheck;
 #[cfg(feature = "worker")]
 pub mod tls;
+#[cfg(feature = "worker")]
+pub mod witness;

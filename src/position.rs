@@ -18,6 +18,7 @@ use crate::postgres::{Sql, sql_error};
 use crate::relay::progress::Position;
 use crate::relay::{Lsn, Place};
 use crate::source::System;
+use crate::startcheck::Persisted;
 
 /// The newest migration this program knows.
 pub const SCHEMA_VERSION: i32 = 1;
@@ -31,9 +32,24 @@ pub struct Row {
     pub descriptor: Descriptor,
     pub confirmed: Lsn,
     pub epoch: i64,
+    /// Who took the slot for this epoch; `None` before the first.
+    pub instance: Option<String>,
     pub kafka_cluster: Option<String>,
     pub partitions: BTreeMap<String, i32>,
     pub refusal: Option<Value>,
+}
+
+impl Row {
+    /// What the start check wants to know.
+    pub fn persisted(&self) -> Persisted<'_> {
+        Persisted {
+            system_identifier: &self.system_identifier,
+            timeline: self.timeline,
+            position: self.confirmed,
+            epoch: self.epoch,
+            instance: self.instance.as_deref().unwrap_or_default(),
+        }
+    }
 }
 
 /// Reads the row of a slot.
@@ -44,7 +60,7 @@ pub async fn read(client: &Client, slot: &str) -> Result<Option<Row>> {
     check_schema_version(client).await?;
     let sql =
         "SELECT system_identifier, timeline, publication, descriptor, confirmed_lsn, epoch, kafka_cluster,
-                      partitions, refusal
+                      partitions, refusal, instance
                FROM outbox_tailer.position WHERE slot = $1";
     let row = client.query_opt(sql, &[&slot]).await.map_err(|e| sql_error("cannot read the position", e))?;
     row.map(|row| {
@@ -61,12 +77,13 @@ pub async fn read(client: &Client, slot: &str) -> Result<Option<Row>> {
             kafka_cluster: row.get(6),
             partitions,
             refusal: row.get(8),
+            instance: row.get(9),
         })
     })
     .transpose()
 }
 
-/// Makes the row of a slot.
+/// Makes the row of a slot. `epoch`: greater than any that the witness knows.
 ///
 /// # Errors
 /// By SQLSTATE; also when there is one already.
@@ -76,16 +93,25 @@ pub async fn insert(
     system: &System,
     descriptor: &Descriptor,
     confirmed: Lsn,
+    epoch: i64,
 ) -> Result<()> {
     let sql = "INSERT INTO outbox_tailer.position
-                 (slot, system_identifier, timeline, database, publication, descriptor, confirmed_lsn)
-               VALUES ($1, $2, $3, current_database(), $4, $5, $6)";
+                 (slot, system_identifier, timeline, database, publication, descriptor, confirmed_lsn, epoch)
+               VALUES ($1, $2, $3, current_database(), $4, $5, $6, $7)";
     let (settings, timeline) = (&config.postgres, i64::from(system.timeline));
     let identifier = &system.identifier;
     client
         .execute(
             sql,
-            &[&settings.slot, identifier, &timeline, &settings.publication, &Json(descriptor), &confirmed],
+            &[
+                &settings.slot,
+                identifier,
+                &timeline,
+                &settings.publication,
+                &Json(descriptor),
+                &confirmed,
+                &epoch,
+            ],
         )
         .await
         .map_err(|e| sql_error("cannot write the position row", e))?;
@@ -150,26 +176,33 @@ pub async fn skips(client: &Client, slot: &str) -> Result<BTreeSet<(Place, Strin
 
 /// Takes the slot over: a worker of an older epoch can move the position no more.
 ///
-/// Gives the new epoch and the position as it is now, which an earlier worker may have moved since
-/// it was read.
+/// The new epoch is greater than the row's and than `known`, which a lost primary may have issued.
+/// Gives it.
 ///
 /// # Errors
 /// A wait when another worker was faster.
-pub async fn take(client: &Client, config: &Config, row: &Row, timeline: u32) -> Result<(i64, Lsn)> {
+pub async fn take(
+    client: &Client,
+    slot: &str,
+    row: &Row,
+    known: i64,
+    timeline: u32,
+    instance: &str,
+) -> Result<i64> {
     let sql = "UPDATE outbox_tailer.position
-               SET epoch = epoch + 1, instance = $3, timeline = $4, refusal = NULL, updated_at = now()
+               SET epoch = greatest(epoch, $5) + 1, instance = $3, timeline = $4, refusal = NULL, updated_at = now()
                WHERE slot = $1 AND epoch = $2 RETURNING epoch, confirmed_lsn";
     let timeline = i64::from(timeline);
     let taken = client
-        .query_opt(sql, &[&config.postgres.slot, &row.epoch, &config.worker.instance, &timeline])
+        .query_opt(sql, &[&slot, &row.epoch, &instance, &timeline, &known])
         .await
         .map_err(|e| sql_error("cannot take the position", e))?;
     let taken = taken.ok_or_else(|| Error::wait("another worker took the position at the same time"))?;
-    let (epoch, confirmed) = (taken.get(0), taken.get(1));
+    let confirmed: Lsn = taken.get(1);
     if confirmed != row.confirmed {
         return Err(Error::wait("the position was moved while we were starting"));
     }
-    Ok((epoch, confirmed))
+    Ok(taken.get(0))
 }
 
 /// Records the Kafka cluster and the number of partitions over which keys are placed.

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! stream ─▶ relay ─▶ producer            order of truth:
-//!   ▲                   │ reports          broker acknowledged
-//!   │ status            ▼                  → position row committed (keeper)
-//!   └──── persisted ◀─ keeper ◀─ relay     → slot told (status)
+//!   ▲                   │ reports             broker acknowledged
+//!   │ status            ▼                     → position row committed (keeper)
+//!   └─ truth ◀─ notary ◀─ keeper ◀─ relay     → witness written (notary) → slot told (status)
 //! ```
 //!
 //! The session owns line (with the relay), producer, keeper and stream: when it ends, everything in
@@ -24,6 +24,7 @@ use crate::relay::progress::Seq;
 use crate::relay::router::{ID_HEADER, Record};
 use crate::relay::{Lsn, Output, Poison, RelayError};
 use crate::source::{Received, Stream};
+use crate::witness::Notary;
 
 /// Without an acknowledgement for so long the log says that Kafka is stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(15);
@@ -37,6 +38,8 @@ pub struct Session {
     pub line: Line,
     pub producer: Producer,
     pub keeper: Keeper,
+    /// `None` without a witness.
+    pub notary: Option<Notary>,
     pub stream: Stream,
     /// How far the server's log was when it was last looked at.
     pub server_end: Lsn,
@@ -56,7 +59,7 @@ pub struct Outcome {
     pub advanced: bool,
     /// Events published and not acknowledged.
     pub undelivered: usize,
-    /// The broker refused a batch of several events for its size: which of them is not known.
+    /// The broker refused a batch of several events: which of them is not known.
     pub batch_refused: bool,
 }
 
@@ -144,6 +147,12 @@ impl Session {
                 }
             }
             let write_at = self.request_write(state).await;
+            if let Some(notary) = &self.notary
+                && let Some(lsn) = self.line.truth.witness()
+            {
+                // The notary is idle, so this does not wait; if it has ended, its result says why.
+                let _ = notary.requests.send(lsn).await;
+            }
             let due = self.line.due_status(state.now());
             self.status(due).await?;
             if self.line.is_over(state.now()) {
@@ -176,6 +185,9 @@ impl Session {
                             }
                         }
                     }
+                }
+                result = written(&mut self.notary) => {
+                    self.line.witnessed(result?);
                 }
                 () = self.producer.reported() => {
                     self.producer.take_reports(&mut reports);
@@ -282,6 +294,17 @@ impl Session {
     }
 }
 
+/// The next result of the notary; never without one.
+async fn written(notary: &mut Option<Notary>) -> Result<Lsn> {
+    match notary {
+        None => std::future::pending().await,
+        Some(notary) => {
+            let gone = || Err(Error::bug("the witness task ended without a word"));
+            notary.results.recv().await.unwrap_or_else(gone)
+        }
+    }
+}
+
 /// Gives one record to librdkafka. Its queue is twice the window, so it can be full only until it
 /// has freed what it has reported.
 async fn hand_over(producer: &Producer, seq: Seq, record: &Record<'_>) -> Result<(), DeliveryError> {
@@ -300,12 +323,10 @@ async fn hand_over(producer: &Producer, seq: Seq, record: &Record<'_>) -> Result
                 let id =
                     record.headers.iter().find(|(name, _)| *name == ID_HEADER).and_then(|(_, value)| *value);
                 let event_id = text(id.unwrap_or_default());
-                return Err(DeliveryError::Rejected {
-                    size: false, // it is this event's own
+                return Err(DeliveryError::TooLarge {
                     event_id,
-                    key: Some(text(record.key)),
+                    key: text(record.key),
                     bytes: record.payload_bytes(),
-                    reason: "larger than message.max.bytes".to_owned(),
                 });
             }
             Err(SendError::Other(why)) => {
@@ -318,7 +339,7 @@ async fn hand_over(producer: &Producer, seq: Seq, record: &Record<'_>) -> Result
 fn fault_error(fault: Fault) -> Error {
     match fault {
         Fault::Event(poison) => stopped(RelayError::Poison(poison)),
-        Fault::Batch => Error::wait("the broker refused a batch for its size"),
+        Fault::Batch(reason) => Error::wait(format!("the broker refused a batch: {reason}")),
         Fault::Delivery(why) => Error::wait(why),
         Fault::Unknown(seq) => Error::bug(format!("a report for event {seq}, which is not in flight")),
     }

@@ -1,9 +1,9 @@
 //! The start check: may the stream start at the persisted position, judged from what the server,
 //! the slot, the row and our own memory say. Pure; made at each connect and reconnect.
 //!
-//! C is the slot's confirmed flush LSN, P the row's position, W what we still know from before
-//! (this process's memory; an external witness has its place in [`Held`]). In normal life
-//! C ≤ W ≤ P whatever crashes between, because the row is committed before the slot is told.
+//! C is the slot's confirmed flush LSN, P the row's position, W what we still know from before (this
+//! process's memory, the witness). In normal life C ≤ W ≤ P whatever crashes between, because the
+//! row is committed before the witness is written, and that before the slot is told.
 
 use crate::error::{Error, Refusal, Result};
 use crate::relay::Lsn;
@@ -14,11 +14,25 @@ use crate::source::System;
 pub struct Held {
     pub system_identifier: String,
     pub timeline: u32,
+    /// (timeline, LSN at which it was left), oldest first.
+    pub history: Vec<(u32, Lsn)>,
     pub lsn: Lsn,
-    /// The last position we asked for: its write may have been committed unseen.
-    pub requested: Lsn,
-    /// Ours, while nobody else has taken the slot.
+    /// The last position we asked for: its write may have been committed unseen. `None` where that
+    /// is not known.
+    pub requested: Option<Lsn>,
     pub epoch: i64,
+    /// Who took the slot for that epoch.
+    pub instance: String,
+}
+
+/// The position row.
+#[derive(Debug, Clone, Copy)]
+pub struct Persisted<'a> {
+    pub system_identifier: &'a str,
+    pub timeline: u32,
+    pub position: Lsn,
+    pub epoch: i64,
+    pub instance: &'a str,
 }
 
 /// The slot's row in `pg_replication_slots`.
@@ -44,9 +58,9 @@ pub struct Facts<'a> {
     /// (timeline, LSN at which it was left), oldest first.
     pub history: &'a [(u32, Lsn)],
     pub slot: Option<&'a Slot>,
-    /// (system identifier, timeline, position, epoch) of the row.
-    pub row: Option<(&'a str, u32, Lsn, i64)>,
-    pub held: Option<&'a Held>,
+    pub row: Option<Persisted<'a>>,
+    /// What this process and the witness know.
+    pub held: &'a [Held],
 }
 
 /// Where to start.
@@ -63,7 +77,7 @@ pub struct Start {
 /// names the positions.
 pub fn judge(facts: &Facts<'_>) -> Result<Start> {
     let name = facts.slot_name;
-    let (slot, (identifier, row_timeline, position, epoch)) = match (facts.slot, facts.row) {
+    let (slot, row) = match (facts.slot, facts.row) {
         (None, None) => {
             return Err(Error::mistake(format!(
                 "neither slot {name} nor its position row exists in database {}: run `outbox-tailer init`",
@@ -78,11 +92,12 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
                 ),
             ));
         }
-        (None, Some((_, _, position, _))) => {
+        (None, Some(row)) => {
             return Err(Error::refusal(
                 Refusal::Gap,
                 format!(
-                    "slot {name} is gone, events after {position} that were not streamed yet can only come from the table: once they are taken care of, run `outbox-tailer init --start-over --from-now`"
+                    "slot {name} is gone, events after {} that were not streamed yet can only come from the table: once they are taken care of, run `outbox-tailer init --start-over --from-now`",
+                    row.position
                 ),
             ));
         }
@@ -95,19 +110,20 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
         return Err(Error::wait(format!("slot {name} is in use by another worker (active for PID {pid})")));
     }
     let identity = |what: String| Err(Error::refusal(Refusal::Identity, what));
-    if identifier != facts.system.identifier {
+    if row.system_identifier != facts.system.identifier {
         return identity(format!(
-            "this server has system identifier {}, the position row was made on {identifier}: another server, or a major upgrade",
-            facts.system.identifier
+            "this server has system identifier {}, the position row was made on {}: another server, or a major upgrade",
+            facts.system.identifier, row.system_identifier
         ));
     }
     // The row's own timeline only tells that the server is not older than it.
-    if row_timeline > facts.system.timeline {
+    if row.timeline > facts.system.timeline {
         return identity(format!(
-            "this server is on timeline {}, the position row is from timeline {row_timeline}",
-            facts.system.timeline
+            "this server is on timeline {}, the position row is from timeline {}",
+            facts.system.timeline, row.timeline
         ));
     }
+    let position = row.position;
     let changed = |limit: &str| {
         Err(Error::refusal(
             Refusal::Gap,
@@ -119,11 +135,14 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
     if position > facts.system.wal_end {
         return changed(&format!("is beyond the end of the server's WAL, {}", facts.system.wal_end));
     }
-    let mut phantom = None;
+    let mut phantom: Option<(Lsn, Lsn)> = None;
     let mut proven = None;
-    if let Some(held) = facts.held {
-        if held.epoch == epoch && position > held.requested {
-            return changed(&format!("is more than we have asked for, {}", held.requested));
+    for held in facts.held {
+        if let Some(requested) = held.requested
+            && held.epoch == row.epoch
+            && position > requested
+        {
+            return changed(&format!("is more than we have asked for, {requested}"));
         }
         if held.system_identifier != facts.system.identifier {
             return identity(format!(
@@ -137,6 +156,13 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
                 facts.system.timeline, held.timeline
             ));
         }
+        // Two standbys can both become timeline 2.
+        let left = |(timeline, _): &&(u32, Lsn)| facts.history.iter().find(|(t, _)| t == timeline);
+        if let Some((timeline, was)) = held.history.iter().find(|h| left(h).is_some_and(|now| now.1 != h.1)) {
+            return identity(format!(
+                "this server left timeline {timeline} elsewhere than at {was}, where the one we published from left it: another standby was promoted"
+            ));
+        }
         let mut survives = held.lsn;
         if held.timeline < facts.system.timeline {
             let Some((_, switch)) = facts.history.iter().find(|(timeline, _)| *timeline == held.timeline)
@@ -146,7 +172,7 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
                     facts.system.timeline, held.timeline
                 ));
             };
-            if *switch < held.lsn {
+            if *switch < held.lsn && phantom.is_none_or(|(_, to)| to < held.lsn) {
                 phantom = Some((*switch, held.lsn));
             }
             let left =
@@ -157,8 +183,13 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
                 "the position row says {position}, but we have published up to {}: the database is a restored or older copy",
                 held.lsn
             ));
+        } else if row.epoch < held.epoch || (row.epoch == held.epoch && row.instance != held.instance) {
+            return identity(format!(
+                "epoch {} was taken by {} on a copy of this database: this is the original or another clone, and one of them must not publish",
+                held.epoch, held.instance
+            ));
         }
-        proven = Some(survives);
+        proven = proven.max(Some(survives));
     }
     let confirmed = slot.confirmed.ok_or_else(|| Error::wait(format!("slot {name} is not ready yet")))?;
     // After a failover the slot may have been synchronised before the row: fine where we know that
@@ -237,8 +268,8 @@ mod tests {
         system: System,
         history: Vec<(u32, Lsn)>,
         slot: Option<Slot>,
-        row: Option<(&'static str, u32, Lsn, i64)>,
-        held: Option<Held>,
+        row: Option<Persisted<'static>>,
+        held: Vec<Held>,
     }
 
     /// C = 100, P = 100, W = 100 on timeline 1, WAL end 200.
@@ -257,14 +288,28 @@ mod tests {
                 invalidation_reason: None,
                 confirmed: Some(lsn(100)),
             }),
-            row: Some(("7", 1, lsn(100), 5)),
-            held: Some(Held {
+            row: Some(Persisted {
+                system_identifier: "7",
+                timeline: 1,
+                position: lsn(100),
+                epoch: 5,
+                instance: "a",
+            }),
+            held: vec![Held {
                 system_identifier: "7".into(),
                 timeline: 1,
+                history: vec![],
                 lsn: lsn(100),
-                requested: lsn(110),
+                requested: Some(lsn(110)),
                 epoch: 5,
-            }),
+                instance: "a".into(),
+            }],
+        }
+    }
+
+    impl World {
+        fn row(&mut self) -> &mut Persisted<'static> {
+            self.row.as_mut().unwrap()
         }
     }
 
@@ -278,7 +323,7 @@ mod tests {
             history: &w.history,
             slot: w.slot.as_ref(),
             row: w.row,
-            held: w.held.as_ref(),
+            held: &w.held,
         })
     }
 
@@ -299,20 +344,37 @@ mod tests {
     #[test]
     fn the_stream_starts_at_the_persisted_position() {
         starts(|_| {}, 100, None);
-        starts(|w| w.held = None, 100, None);
+        starts(|w| w.held.clear(), 100, None);
         // A crash of the server forgets confirmations that were not checkpointed.
         starts(|w| w.slot.as_mut().unwrap().confirmed = Some(lsn(40)), 100, None);
         // A write whose answer we did not get.
-        starts(|w| w.row.as_mut().unwrap().2 = lsn(110), 110, None);
+        starts(|w| w.row().position = lsn(110), 110, None);
         // Another worker moved on while we were away.
-        starts(|w| w.row = Some(("7", 1, lsn(150), 6)), 150, None);
+        starts(|w| (w.row().position, w.row().epoch) = (lsn(150), 6), 150, None);
+        // The same, and the witness knows it.
+        let other = |w: &mut World| {
+            (w.row().position, w.row().epoch, w.row().instance) = (lsn(150), 6, "b");
+            let witness =
+                Held { lsn: lsn(140), requested: None, epoch: 6, instance: "b".into(), ..w.held[0].clone() };
+            w.held.push(witness);
+        };
+        starts(other, 150, None);
+        // A crash between the row and the witness.
+        let behind = |w: &mut World| {
+            w.held[0].requested = None;
+            (w.row().position, w.row().epoch, w.row().instance) = (lsn(120), 6, "b");
+        };
+        starts(behind, 120, None);
     }
 
     #[test]
     fn a_position_that_another_hand_has_raised_is_refused() {
-        refuses(|w| w.row.as_mut().unwrap().2 = lsn(111), GAP, "more than we have asked for");
+        refuses(|w| w.row().position = lsn(111), GAP, "more than we have asked for");
         refuses(
-            |w| (w.held, w.row.as_mut().unwrap().2) = (None, lsn(201)),
+            |w| {
+                w.held.clear();
+                w.row().position = lsn(201);
+            },
             GAP,
             "beyond the end of the server's WAL",
         );
@@ -329,7 +391,7 @@ mod tests {
     fn a_slot_ahead_of_the_position_is_a_gap_that_names_both() {
         let advance = |w: &mut World| w.slot.as_mut().unwrap().confirmed = Some(lsn(0x1_0000_0000));
         refuses(advance, GAP, "(0/64, 1/0]");
-        refuses(|w| (advance(w), w.held = None).0, GAP, "(0/64, 1/0]");
+        refuses(|w| (advance(w), w.held.clear()).0, GAP, "(0/64, 1/0]");
     }
 
     #[test]
@@ -347,14 +409,14 @@ mod tests {
     #[test]
     fn another_server_and_restored_copies_are_refused() {
         refuses(|w| w.system.identifier = "8".into(), IDENTITY, "system identifier 8");
-        refuses(|w| w.held.as_mut().unwrap().lsn = lsn(120), IDENTITY, "restored or older copy");
+        refuses(|w| w.held[0].lsn = lsn(120), IDENTITY, "restored or older copy");
         refuses(
-            |w| (w.held.as_mut().unwrap().lsn, w.system.wal_end) = (lsn(100), lsn(99)),
+            |w| (w.held[0].lsn, w.system.wal_end) = (lsn(100), lsn(99)),
             GAP,
             "beyond the end of the server's WAL, 0/63",
         );
-        refuses(|w| w.held.as_mut().unwrap().timeline = 2, IDENTITY, "older copy");
-        refuses(|w| w.row.as_mut().unwrap().1 = 3, IDENTITY, "timeline 3");
+        refuses(|w| w.held[0].timeline = 2, IDENTITY, "older copy");
+        refuses(|w| w.row().timeline = 3, IDENTITY, "timeline 3");
     }
 
     /// Timeline 2, left timeline 1 at `switch`.
@@ -372,7 +434,7 @@ mod tests {
     fn a_promotion_of_a_lagging_standby_names_the_phantom_interval() {
         let lagging = |w: &mut World| {
             promoted(w, 80);
-            w.row.as_mut().unwrap().2 = lsn(70);
+            w.row().position = lsn(70);
             w.slot.as_mut().unwrap().confirmed = Some(lsn(60));
         };
         starts(lagging, 70, Some((80, 100)));
@@ -383,7 +445,7 @@ mod tests {
         let synced = |confirmed| {
             move |w: &mut World| {
                 promoted(w, 95);
-                w.row.as_mut().unwrap().2 = lsn(70);
+                w.row().position = lsn(70);
                 w.slot.as_mut().unwrap().confirmed = Some(lsn(confirmed));
             }
         };
@@ -392,11 +454,27 @@ mod tests {
     }
 
     #[test]
+    fn a_clone_and_its_original_are_told_apart_by_the_epoch() {
+        refuses(|w| w.row().epoch = 4, IDENTITY, "epoch 5 was taken by a on a copy");
+        refuses(|w| w.row().instance = "b", IDENTITY, "epoch 5 was taken by a on a copy");
+    }
+
+    #[test]
+    fn another_standby_on_the_same_timeline_is_refused() {
+        let other = |w: &mut World| {
+            promoted(w, 90);
+            w.held[0].timeline = 2;
+            w.held[0].history = vec![(1, lsn(95))];
+        };
+        refuses(other, IDENTITY, "left timeline 1 elsewhere than at 0/5F");
+    }
+
+    #[test]
     fn a_timeline_that_does_not_descend_from_ours_is_refused() {
         let fork = |w: &mut World| {
             w.system.timeline = 3;
             w.history = vec![(1, lsn(50))];
-            w.held.as_mut().unwrap().timeline = 2;
+            w.held[0].timeline = 2;
         };
         refuses(fork, IDENTITY, "does not come from timeline 2");
     }

@@ -84,6 +84,9 @@ pub async fn demo(common: &Common, args: &DemoArgs, mut stop: watch::Receiver<bo
         None => println!("broker: Kafka at {}", config.kafka.brokers),
     }
     config.kafka.knows_limits = mock.is_none();
+    if mock.is_some() {
+        config.witness = config::Witness::None; // its brokers end with this process
+    }
     let server = postgres::connect(&config.postgres).await?;
     println!(
         "database: {NAME}, made for the demo, on PostgreSQL {} at {}",

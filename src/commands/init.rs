@@ -21,13 +21,17 @@ use tokio_postgres::GenericClient;
 
 use crate::cli::InitArgs;
 use crate::commands::run::{check_columns, read_slot};
-use crate::config::{Config, TableConfig};
+use crate::config::{self, Config, TableConfig};
 use crate::descriptor::{Descriptor, Difference};
 use crate::error::{Error, Result};
 use crate::position::{self, SCHEMA_VERSION, publication_refusal};
 use crate::postgres::{self, Sql, sql_error};
+use crate::relay::Lsn;
 use crate::startcheck::Slot;
-use crate::{kafka, source};
+use crate::{kafka, source, witness};
+
+/// Half a minute is what a cluster takes to elect a leader.
+const WITNESS_TIMEOUT: Duration = Duration::from_secs(30);
 
 mod migrations {
     pub mod worker {
@@ -59,6 +63,7 @@ pub async fn init(config: &Config, args: &InitArgs) -> Result<()> {
     let slot = read_slot(&init.sql.client, init.slot_name()).await?;
     let complete = slot.is_some() || (row.is_some() && init.was_completed().await?);
     init.refuse_before_changes(row.as_ref(), slot.as_ref(), complete).await?;
+    init.prepare_witness().await?;
     init.migrate().await?;
     if args.start_over {
         init.start_over(row.as_ref(), slot.as_ref()).await?;
@@ -332,6 +337,20 @@ impl Init<'_> {
         Ok(())
     }
 
+    async fn prepare_witness(&self) -> Result<()> {
+        match (&self.config.witness, self.args.dry_run) {
+            (config::Witness::Kafka { topic }, true) => {
+                println!("-- Kafka topic {topic}, the witness, where it is missing");
+            }
+            _ => {
+                if let Some(made) = witness::prepare(self.config).await? {
+                    println!("{made}");
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Removes what an `init` that was killed before it had made the slot has left.
     async fn forget_unfinished(&self) -> Result<()> {
         println!("an earlier init did not finish; starting again");
@@ -375,6 +394,7 @@ impl Init<'_> {
             .ok_or_else(|| Error::mistake(format!("slot {name} has no confirmed position yet")))?;
         let mut replication = source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
         let system = replication.identify_system().await?;
+        let history = replication.timeline_history(system.timeline).await?;
         if self.args.dry_run {
             println!("-- position row for slot {name} at {confirmed}");
             return Ok(());
@@ -385,7 +405,7 @@ impl Init<'_> {
         if let Some(problem) = descriptor.unsuitable(&self.config.postgres.publication) {
             return Err(Error::mistake(problem));
         }
-        position::insert(&transaction, self.config, &system, &descriptor, confirmed).await?;
+        make_row(self.config, &transaction, &system, history, &descriptor, confirmed).await?;
         position::audit(
             &transaction,
             &name,
@@ -482,6 +502,34 @@ impl Init<'_> {
         println!("recorded Kafka cluster {} with {partitions:?}", now.cluster);
         Ok(())
     }
+}
+
+/// Writes the position row and, before that is committed, the witness: of what an earlier life of
+/// this slot has left there nothing may be held against this one.
+async fn make_row(
+    config: &Config,
+    transaction: &impl GenericClient,
+    system: &source::System,
+    history: Vec<(u32, Lsn)>,
+    descriptor: &Descriptor,
+    position: Lsn,
+) -> Result<()> {
+    let earlier = witness::read(config, &system.identifier).await?;
+    let epoch = earlier.map_or(0, |record| record.epoch + 1);
+    position::insert(transaction, config, system, descriptor, position, epoch).await?;
+    let Some(writer) = witness::Writer::new(config)? else { return Ok(()) };
+    let record = witness::Record {
+        slot: config.postgres.slot.clone(),
+        system_identifier: system.identifier.clone(),
+        timeline: system.timeline,
+        history,
+        position,
+        epoch,
+        instance: String::new(),
+    };
+    let written = tokio::time::timeout(WITNESS_TIMEOUT, witness::write(&writer, &record)).await;
+    tokio::task::spawn_blocking(move || drop(writer));
+    written.map_err(|_| Error::wait("the witness cannot be written: Kafka does not acknowledge it"))?
 }
 
 fn qualified(table: &TableConfig) -> String {

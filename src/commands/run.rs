@@ -16,10 +16,11 @@ use crate::relay::line::{Bounds, Line};
 use crate::relay::outbox::Mapping;
 use crate::relay::router::{Limits, Route, Topic, TopicName};
 use crate::relay::truth::Truth;
-use crate::relay::{Relay, Table};
+use crate::relay::{Lsn, Relay, Table};
 use crate::session::{Outcome, Session};
 use crate::source;
 use crate::startcheck::{self, Facts, Held, Slot};
+use crate::witness::{self, Notary, Writer};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// How often a refused worker looks whether an operator has decided something.
@@ -120,7 +121,7 @@ async fn attempt(config: &Config, memory: &mut Memory, stop: &mut watch::Receive
     let outcome = session.run(stop).await;
     if let Some(held) = &mut memory.held {
         held.lsn = outcome.persisted;
-        held.requested = outcome.requested;
+        held.requested = Some(outcome.requested);
     }
     memory.one_by_one = outcome.batch_refused;
     Ok(Attempt::Ended(outcome))
@@ -154,24 +155,18 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
     let system = replication.identify_system().await?;
     let history = replication.timeline_history(system.timeline).await?;
     let database = database(&sql.client).await?;
-    let facts = Facts {
+    let remembered: Vec<Held> = memory.held.iter().cloned().collect();
+    let facts = |slot, held| Facts {
         slot_name,
         database: &database,
         system: &system,
         history: &history,
-        slot: slot.as_ref(),
-        row: row.as_ref().map(|r| (r.system_identifier.as_str(), r.timeline, r.confirmed, r.epoch)),
-        held: memory.held.as_ref(),
+        slot,
+        row: row.as_ref().map(position::Row::persisted),
+        held,
     };
-    let start = startcheck::judge(&facts)?;
+    startcheck::judge(&facts(slot.as_ref(), &remembered))?;
     let row = row.as_ref().ok_or_else(|| Error::bug("the start check passed without a position row"))?;
-    if let Some((from, to)) = start.phantom {
-        tracing::error!(
-            phantom_from = %from,
-            phantom_to = %to,
-            "the promoted standby had not received WAL that was published already: events in ({from}, {to}] are in Kafka and no longer in the database"
-        );
-    }
     let accepted = check_publication(&sql, config, row.descriptor.clone(), &row.publication).await?;
     check_columns(&sql.client, &config.tables).await?;
     let skips = position::skips(&sql.client, slot_name).await?;
@@ -185,6 +180,17 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
     let tables = tables(config, &accepted, &kafka, &placement, producer.max_message_bytes)?;
     let relay = Relay::new(tables, skips);
 
+    let witness = witness::read(config, &system.identifier).await?;
+    let held: Vec<Held> = remembered.iter().cloned().chain(witness.map(Held::from)).collect();
+    let start = startcheck::judge(&facts(slot.as_ref(), &held))?;
+    if let Some((from, to)) = start.phantom {
+        tracing::error!(
+            phantom_from = %from,
+            phantom_to = %to,
+            "the promoted standby had not received WAL that was published already: events in ({from}, {to}] are in Kafka and no longer in the database"
+        );
+    }
+
     let sender_timeout = replication.wal_sender_timeout().await?;
     let walsender = replication.backend_pid;
     let stream = replication.start(slot_name, &config.postgres.publication, start.from).await?;
@@ -196,16 +202,24 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
         }
         slot.active_pid = None;
     }
-    startcheck::judge(&Facts { slot: ours.as_ref(), ..facts })?;
+    startcheck::judge(&facts(ours.as_ref(), &held))?;
     // Whoever had it before can move the position no more.
-    let (epoch, confirmed) = position::take(&sql.client, config, row, system.timeline).await?;
-    memory.held = Some(Held {
+    let known = held.iter().map(|held| held.epoch).max().unwrap_or(0);
+    // A host name and a process id may be those of another container.
+    let instance = format!("{}/{:08x}", config.worker.instance, fastrand::u32(..));
+    let epoch = position::take(&sql.client, slot_name, row, known, system.timeline, &instance).await?;
+    let confirmed = row.confirmed;
+    let record = witness::Record {
+        slot: slot_name.clone(),
         system_identifier: system.identifier.clone(),
         timeline: system.timeline,
-        lsn: confirmed,
-        requested: confirmed,
+        history,
+        position: confirmed,
         epoch,
-    });
+        instance,
+    };
+    memory.held = Some(Held { requested: Some(confirmed), ..Held::from(record.clone()) });
+    let notary = Writer::new(config)?.map(|writer| Notary::start(writer, record));
     let host = sql.endpoint.to_string();
     let (window_events, window_bytes) = kafka::window(&config.kafka, &config.worker);
     let keeper = Keeper::start(sql, config, epoch, confirmed, accepted).await?;
@@ -216,6 +230,7 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
         window_events,
         window_bytes,
         alone_over_bytes: producer.alone_over_bytes,
+        knows_limits: producer.knows_limits,
         position_interval: config.worker.position_interval,
         idle_interval: config.worker.idle_interval,
         status_interval,
@@ -225,9 +240,11 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
         shutdown_timeout: config.worker.shutdown_timeout,
     };
     Ok(Session {
-        line: Line::new(relay, Truth::new(confirmed, None), bounds),
+        // The witness is to know the new epoch before the slot is told anything.
+        line: Line::new(relay, Truth::new(confirmed, notary.is_some().then_some(Lsn::from(0))), bounds),
         producer,
         keeper,
+        notary,
         stream,
         server_end: system.wal_end,
         tick_interval: status_interval.min(TICK_INTERVAL_MAX),

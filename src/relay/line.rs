@@ -31,6 +31,8 @@ pub struct Bounds {
     /// A larger record may be refused by the broker, which only it can tell when batches are
     /// compressed: it must be acknowledged before anything else is sent. Bytes of a batch of one.
     pub alone_over_bytes: usize,
+    /// Whether the topics' size limits are known.
+    pub knows_limits: bool,
     pub position_interval: Duration,
     pub idle_interval: Duration,
     pub status_interval: Duration,
@@ -56,6 +58,8 @@ pub enum DeliveryError {
         bytes: usize,
         reason: String,
     },
+    /// Larger than the client's limit, and so not sent.
+    TooLarge { event_id: String, key: String, bytes: usize },
     /// Anything that a new producer may get past.
     Other(String),
 }
@@ -64,8 +68,8 @@ pub enum DeliveryError {
 #[derive(Debug)]
 pub enum Fault {
     Event(Box<Poison>),
-    /// A batch of several events was refused for its size: which of them is at fault is not known.
-    Batch,
+    /// A batch of several events was refused: which of them is at fault is not known.
+    Batch(String),
     Delivery(String),
     /// A report for an event that is not in flight.
     Unknown(Seq),
@@ -91,7 +95,7 @@ pub enum Write {
 pub struct Line {
     pub relay: Relay,
     pub truth: Truth,
-    /// The broker has refused a batch of several events for its size.
+    /// The broker has refused a batch of several events: which of them is not known.
     pub batch_refused: bool,
     bounds: Bounds,
     received: Lsn,
@@ -106,14 +110,9 @@ pub struct Line {
     /// By topic and partition, when a record was last sent there: the broker knows this producer.
     known: HashMap<String, HashMap<i32, Duration>>,
     /// A delivery has failed.
-    failed: Option<Failed>,
+    failed: bool,
     /// Set once the session is to end after what is in flight.
     ending: Option<Ending>,
-}
-
-struct Failed {
-    /// It is known which event is at fault, or the fault is ours.
-    clear: bool,
 }
 
 struct Ending {
@@ -136,7 +135,7 @@ impl Line {
             last_heard: Duration::ZERO,
             alone: None,
             known: HashMap::new(),
-            failed: None,
+            failed: false,
             ending: None,
         }
     }
@@ -201,7 +200,7 @@ impl Line {
     /// After a failed delivery nothing else is sent: the line stops, and the producer is to be purged.
     ///
     /// # Errors
-    /// Why the line stops; takes the place of an earlier reason.
+    /// Why the line stops.
     pub fn report(&mut self, report: Report, now: Duration) -> Result<(), Fault> {
         let (seq, why) = match report {
             Report::Acked(seq) => {
@@ -211,28 +210,34 @@ impl Line {
             Report::Failed { seq, why } => (seq, why),
         };
         let fault = match why {
-            // A batch of several fails as a whole; only an event that was alone is at fault.
-            DeliveryError::Rejected { size: true, .. } if self.alone != Some(seq) => {
-                self.batch_refused = true;
-                Fault::Batch
+            // A batch of several fails as a whole, and of some reasons the broker does not say whose
+            // they are; only an event that was alone is at fault.
+            DeliveryError::Rejected { size, reason, .. } if self.alone != Some(seq) => {
+                // A limit that was lowered is known at the next start.
+                self.batch_refused |= !(size && self.bounds.knows_limits);
+                Fault::Batch(reason)
             }
             DeliveryError::Rejected { event_id, key, bytes, reason, .. } => {
-                let why = Unpublishable::Rejected { bytes, reason };
-                let poison = self.relay.poison(seq, &event_id, key, why);
-                poison.map_or(Fault::Unknown(seq), |poison| Fault::Event(Box::new(poison)))
+                self.poison(seq, &event_id, key, Unpublishable::Rejected { bytes, reason })
+            }
+            DeliveryError::TooLarge { event_id, key, bytes } => {
+                let reason = "larger than message.max.bytes".to_owned();
+                self.poison(seq, &event_id, Some(key), Unpublishable::Rejected { bytes, reason })
             }
             DeliveryError::Other(why) => Fault::Delivery(why),
         };
         let _ = self.relay.handle(Input::Failed(seq));
-        // The first failure is the cause, the others follow from it; but of a batch with one invalid
-        // record the broker may report another one first.
-        let names_event = matches!(fault, Fault::Event(_));
-        if self.failed.as_ref().is_some_and(|failed| failed.clear || !names_event) {
+        // The first failure is the cause, the others follow from it.
+        if std::mem::replace(&mut self.failed, true) {
             return Ok(());
         }
-        self.failed = Some(Failed { clear: names_event || matches!(fault, Fault::Unknown(_)) });
         self.end(now, false);
         Err(fault)
+    }
+
+    fn poison(&self, seq: Seq, event_id: &str, key: Option<String>, why: Unpublishable) -> Fault {
+        let poison = self.relay.poison(seq, event_id, key, why);
+        poison.map_or(Fault::Unknown(seq), |poison| Fault::Event(Box::new(poison)))
     }
 
     /// Stops reading; what is in flight, if that is to be waited for, and the position of what is
@@ -281,7 +286,7 @@ impl Line {
     pub fn persisted(&mut self, lsn: Lsn, now: Duration) {
         self.last_write = now;
         self.truth.persisted(lsn);
-        self.status_due = true;
+        self.status_due |= self.truth.tellable() > self.last_status.1;
     }
 
     /// The row did not move.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::support::bed::{Bed, Load, Sampler};
+use crate::support::bed::{Bed, EVENTS, Load};
 use crate::support::servers::{self, Postgres};
 use crate::support::worker::Worker;
 use crate::support::{Defer, eventually};
@@ -22,6 +22,8 @@ tests![
     c33_a_partition_attached_again_is_refused,
     c33_a_partition_detached_concurrently_is_no_change,
     c33_an_unlogged_partition_is_refused,
+    c33_a_partition_that_is_a_foreign_table_is_refused,
+    c33_an_outbox_attached_to_a_published_table_is_refused,
     c35_columns_are_added_dropped_moved_and_renamed_under_load,
     c37_a_row_deleted_in_its_own_transaction_is_published,
     c38_updates_and_deletes_are_ignored_and_counted,
@@ -54,12 +56,10 @@ fn one_transaction_of_100_000_rows_takes_less_than_64_mb() {
     let mut bed = Bed::new();
     bed.init();
     let mut worker = bed.streaming();
-    let sampler = Sampler::start(&bed);
     bed.insert_many(1, 100_000);
-    let (messages, verdict) = bed.arrived();
+    let (_, verdict) = bed.arrived();
     assert_eq!(verdict.repeats, 0);
     bed.confirmed();
-    sampler.check(&bed.committed(), &messages);
     assert_rss(&worker);
     worker.stop();
 }
@@ -70,11 +70,9 @@ fn a_backlog_of_200_000_rows_drains_in_less_than_64_mb() {
     bed.insert_in_transactions(1, 100_000, 1);
     bed.insert_in_transactions(2, 100_000, 5000);
     let mut worker = bed.streaming();
-    let sampler = Sampler::start(&bed);
-    let (messages, verdict) = bed.arrived();
+    let (_, verdict) = bed.arrived();
     assert_eq!(verdict.repeats, 0);
     bed.confirmed();
-    sampler.check(&bed.committed(), &messages);
     assert_rss(&worker);
     worker.stop();
 }
@@ -83,7 +81,6 @@ fn long_and_short_transactions_interleave_across_restarts() {
     let mut bed = Bed::new();
     bed.init();
     let mut worker = bed.streaming();
-    let sampler = Sampler::start(&bed);
     let (mut first, mut second) = (bed.connect(), bed.connect());
     let mut long = first.transaction().unwrap();
     let mut longer = second.transaction().unwrap();
@@ -115,7 +112,6 @@ fn long_and_short_transactions_interleave_across_restarts() {
     short(&mut bed, 5);
     let (messages, _) = bed.arrived();
     bed.confirmed();
-    sampler.check(&bed.committed(), &messages);
     let mut seen = Vec::new();
     for revision in messages.iter().filter(|m| m.key() == "1").map(|m| m.header("revision").unwrap()) {
         if !seen.contains(&revision) {
@@ -168,7 +164,6 @@ fn insert_day(bed: &mut Bed, table: &str, day: i32, events: i64) {
 fn c33_a_partitioned_outbox_takes_new_partitions_while_running() {
     let mut bed = partitioned();
     let mut worker = bed.streaming();
-    let sampler = Sampler::start(&bed);
     insert_day(&mut bed, "outbox_event", 1, 10);
     insert_day(&mut bed, "outbox_2", 2, 10);
     bed.sql("CREATE TABLE outbox_3 PARTITION OF outbox_event FOR VALUES FROM (3) TO (4)");
@@ -186,7 +181,6 @@ fn c33_a_partitioned_outbox_takes_new_partitions_while_running() {
     let (messages, verdict) = bed.arrived();
     assert_eq!((messages.len(), verdict.repeats), (51, 0));
     bed.confirmed();
-    sampler.check(&bed.committed(), &messages);
     assert!(worker.logged("refused: ").is_empty());
     worker.stop();
     // A restart finds what was accepted.
@@ -261,11 +255,78 @@ fn c33_an_unlogged_partition_is_refused() {
     bed.arrived();
 }
 
+/// Its rows are never in the WAL. No foreign server is needed to see that.
+fn c33_a_partition_that_is_a_foreign_table_is_refused() {
+    // A unique index allows no foreign partition.
+    let tables = PARTITIONED.replace(", PRIMARY KEY (event_id, day)", "");
+    let foreign = "CREATE FOREIGN DATA WRAPPER none; CREATE SERVER nowhere FOREIGN DATA WRAPPER none;
+        CREATE FOREIGN TABLE outbox_3 PARTITION OF outbox_event FOR VALUES FROM (3) TO (4) SERVER nowhere";
+    let bed = || Bed::with(servers::shared_postgres(), servers::shared_kafka(), &tables, &[]);
+    let mut late = bed();
+    late.sql(foreign);
+    let publication = late.publication.clone();
+    late.sql(&format!(
+        "CREATE PUBLICATION {publication} FOR TABLE outbox_event WITH (publish_via_partition_root = true)"
+    ));
+    late.mistakes(&["init"], &["partition public.outbox_event/", "is not logged"]);
+
+    let mut bed = bed();
+    bed.init();
+    let mut worker = bed.streaming();
+    insert_day(&mut bed, "outbox_event", 1, 10);
+    bed.arrived();
+    bed.confirmed();
+    bed.sql(foreign);
+    insert_day(&mut bed, "outbox_event", 1, 1);
+    let said = worker.refuses("publication");
+    assert!(said.contains("is not logged"), "{said}");
+    worker.stop();
+    let mut worker = bed.start();
+    worker.refuses("publication");
+}
+
+/// Its rows come under the name of that table from then on, which is none of ours.
+fn c33_an_outbox_attached_to_a_published_table_is_refused() {
+    let root = "CREATE TABLE all_events (LIKE outbox_event) PARTITION BY RANGE (order_id)";
+    let attach = "ALTER TABLE all_events ATTACH PARTITION outbox_event DEFAULT";
+    let publication = |bed: &mut Bed| {
+        let make = format!(
+            "CREATE PUBLICATION {} FOR ALL TABLES WITH (publish = 'insert', publish_via_partition_root = true)",
+            bed.publication
+        );
+        bed.sql(&make);
+    };
+    let mut late = Bed::new();
+    publication(&mut late);
+    late.sql(&format!("{root}; {attach}"));
+    late.mistakes(&["init"], &["public.outbox_event is a partition or child of another table"]);
+
+    let mut bed = Bed::new();
+    // Nothing of ours comes any more: what is looked at is what others write.
+    bed.settings.worker = "idle_interval_ms = 100".to_owned();
+    bed.write_config();
+    bed.sql(root);
+    publication(&mut bed);
+    bed.init();
+    let mut worker = bed.streaming();
+    bed.insert(1, 5);
+    bed.arrived();
+    bed.confirmed();
+    bed.sql(attach);
+    bed.insert(1, 1);
+    bed.sql("CREATE TABLE noise AS SELECT repeat('x', 900) FROM generate_series(1, 2000)");
+    let said = worker.refuses("publication");
+    assert!(said.contains("public.outbox_event is a partition or child of another table"), "{said}");
+    worker.stop();
+    let mut worker = bed.start();
+    worker.refuses("publication");
+    assert_eq!(bed.topic.count(), 5);
+}
+
 fn c35_columns_are_added_dropped_moved_and_renamed_under_load() {
     let mut bed = Bed::new();
     bed.init();
     let mut worker = bed.streaming();
-    let sampler = Sampler::start(&bed);
     let load = Load::start(&bed, 2, Duration::from_millis(3));
     let row = |revision: i64, kind: &str| {
         format!(
@@ -295,7 +356,6 @@ fn c35_columns_are_added_dropped_moved_and_renamed_under_load() {
     let (messages, verdict) = bed.arrived();
     assert_eq!(verdict.repeats, 0);
     bed.confirmed();
-    sampler.check(&bed.committed(), &messages);
     let of_ours: Vec<_> = messages
         .iter()
         .filter(|m| m.key() == "9999")
@@ -382,6 +442,7 @@ fn c41_truncates_are_ignored_and_counted() {
     bed.sql("CREATE TABLE other (n int)");
     default_publication(&mut bed);
     bed.init();
+    bed.exempt(EVENTS, "the same id comes twice");
     // The first thing that this worker sees of the table is its truncation.
     let mut worker = bed.streaming();
     bed.sql("TRUNCATE outbox_event");
@@ -443,7 +504,6 @@ fn c43_logical_messages_are_ignored() {
     let mut bed = Bed::new();
     bed.init();
     let mut worker = bed.streaming();
-    let sampler = Sampler::start(&bed);
     for round in 1..=3 {
         for _ in 0..30 {
             bed.sql("SELECT pg_logical_emit_message(false, 'hb', 'x')");
@@ -461,7 +521,6 @@ fn c43_logical_messages_are_ignored() {
     let (messages, verdict) = bed.arrived();
     assert_eq!((messages.len(), verdict.repeats), (181, 0));
     bed.confirmed();
-    sampler.check(&bed.committed(), &messages);
     worker.stop();
 }
 
@@ -477,7 +536,6 @@ fn c45_a_copy_killed_half_way_replays_from_its_start() {
     bed.insert(1, 10);
     bed.arrived();
     bed.confirmed();
-    let sampler = Sampler::start(&bed);
     let before: PgLsn = bed.value("SELECT pg_current_wal_insert_lsn()");
     let mut copy =
         bed.client.copy_in("COPY outbox_event (order_id, revision, event_type, payload) FROM STDIN").unwrap();
@@ -490,12 +548,12 @@ fn c45_a_copy_killed_half_way_replays_from_its_start() {
     let at_the_kill = bed.topic.count();
     assert!(at_the_kill < ROWS, "killed too late: {at_the_kill} rows were in Kafka");
     worker = bed.streaming();
-    let (messages, verdict) = bed.arrived();
+    let (_, verdict) = bed.arrived();
     assert!(verdict.repeats as i64 >= at_the_kill - 10, "the transaction is replayed from its start");
     bed.confirmed();
     let committed = bed.committed();
     let end = committed.events.last().unwrap().end_lsn;
-    for confirmed in sampler.check(&committed, &messages) {
+    for confirmed in bed.sampled() {
         let inside = confirmed > u64::from(before) && confirmed < end;
         assert!(!inside, "{confirmed:X} is inside the transaction ({before}, {end:X})");
     }
@@ -561,7 +619,6 @@ fn c50_an_idle_outbox_follows_its_busy_neighbours() {
     bed.insert(1, 1);
     bed.arrived();
     bed.confirmed();
-    let sampler = Sampler::start(&bed);
     let mut other = bed.postgres.connect("postgres");
     let place = "SELECT restart_lsn FROM pg_replication_slots WHERE slot_name = $1";
     let slot = bed.slot.clone();
@@ -588,9 +645,8 @@ fn c50_an_idle_outbox_follows_its_busy_neighbours() {
         });
     }
     bed.insert(1, 1);
-    let (messages, verdict) = bed.arrived();
+    let (_, verdict) = bed.arrived();
     assert_eq!(verdict.repeats, 0);
-    sampler.check(&bed.committed(), &messages);
     worker.stop();
 }
 
@@ -623,7 +679,6 @@ fn c51_the_flush_position_never_goes_back() {
     bed.sql("CREATE TABLE noise (t text)");
     bed.init();
     let mut worker = bed.streaming();
-    let sampler = Sampler::start(&bed);
     let stop = Arc::new(AtomicBool::new(false));
     let watcher = {
         let (stop, slot, mut client) = (Arc::clone(&stop), bed.slot.clone(), bed.connect());
@@ -651,18 +706,16 @@ fn c51_the_flush_position_never_goes_back() {
         worker.streams_again(reconnect);
     }
     load.stop();
-    let (messages, _) = bed.arrived();
+    let (_, _) = bed.arrived();
     bed.confirmed();
     stop.store(true, Ordering::Relaxed);
     assert!(watcher.join().unwrap() >= 4, "four connections were seen");
-    sampler.check(&bed.committed(), &messages);
     worker.stop();
 }
 
 fn c52_ten_restarts_repeat_nothing() {
     let mut bed = Bed::new();
     bed.init();
-    let sampler = Sampler::start(&bed);
     for round in 1..=10 {
         let mut worker = bed.streaming();
         bed.insert(round, 50);
@@ -673,5 +726,4 @@ fn c52_ten_restarts_repeat_nothing() {
     }
     let (messages, verdict) = bed.arrived();
     assert_eq!((messages.len(), verdict.repeats), (500, 0));
-    sampler.check(&bed.committed(), &messages);
 }

@@ -9,7 +9,7 @@ use tokio_postgres::types::PgLsn;
 use tokio_postgres::{Client, IsolationLevel};
 
 use super::locks::{blocked, lock_command, lock_tables};
-use super::{Init, qualified, record_not_streamed};
+use super::{Init, make_row, qualified, record_not_streamed};
 use crate::commands::run::read_slot;
 use crate::error::{Error, Result};
 use crate::postgres::sql_error;
@@ -105,6 +105,7 @@ impl Init<'_> {
     async fn make_slot_and_position(&mut self) -> Result<()> {
         let mut replication = source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
         let system = replication.identify_system().await?;
+        let history = replication.timeline_history(system.timeline).await?;
         // Two `init` in two databases at once must not disturb each other.
         let temporary = format!("outbox_tailer_init_{:016x}", fastrand::u64(..));
         let created = self.create_slot(&mut replication, &temporary).await?;
@@ -135,7 +136,7 @@ impl Init<'_> {
                 "{existing} rows were committed to the outbox just before the slot's start and would never be streamed; --from-now accepts that and records their ids"
             )));
         }
-        position::insert(&transaction, self.config, &system, &descriptor, point).await?;
+        make_row(self.config, &transaction, &system, history, &descriptor, point).await?;
         position::audit(
             &transaction,
             &slot,

@@ -1,10 +1,14 @@
 //! A database, a topic, a configuration file and a worker for one test.
 
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use outbox_tailer::relay::pgoutput::{self, Value};
 use postgres::types::PgLsn;
@@ -32,7 +36,35 @@ pub struct Bed {
     pub client: Client,
     pub config: PathBuf,
     pub settings: Settings,
+    /// Events that an operator's decision left unpublished: the verdict does not expect them.
+    pub given_up: HashSet<String>,
+    exempt: Vec<Rule>,
+    /// Whether the test's own slot is there.
+    observing: Cell<bool>,
+    /// Runs from the first start of a worker.
+    sampler: RefCell<Option<Sampler>>,
 }
+
+/// What is judged at the end of every test with a worker, unless the test's own fault makes it
+/// meaningless: see [`Bed::exempt`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rule {
+    /// The slot never confirms more than the position row says.
+    SlotBehindPosition,
+    /// The slot never goes back.
+    SlotForward,
+    /// The position never goes back.
+    PositionForward,
+    /// What the position has passed is in the topic.
+    PositionBehindTopic,
+    /// The topic holds nothing but committed events, and of each key the first ones, in commit order.
+    Topic,
+}
+
+/// All that is about the events themselves.
+pub const EVENTS: &[Rule] = &[Rule::PositionBehindTopic, Rule::Topic];
+/// All that is about one slot and one row.
+pub const POSITIONS: &[Rule] = &[Rule::SlotBehindPosition, Rule::SlotForward, Rule::PositionForward];
 
 /// What goes into the configuration file, as lines of TOML.
 #[derive(Debug, Clone, Default)]
@@ -93,6 +125,10 @@ impl Bed {
             client,
             config,
             settings,
+            given_up: HashSet::new(),
+            exempt: Vec::new(),
+            observing: Cell::new(false),
+            sampler: RefCell::new(None),
         };
         bed.write_config();
         bed
@@ -136,10 +172,13 @@ impl Bed {
         self.observe();
     }
 
-    pub fn observe(&mut self) {
-        let slot = self.observer();
-        let sql = "SELECT pg_copy_logical_replication_slot($1::text::name, $2::text::name)";
-        self.client.execute(sql, &[&self.slot, &slot]).unwrap();
+    /// Makes a slot of the test's own at the place where the worker's is.
+    pub fn observe(&self) {
+        let sql = "SELECT pg_copy_logical_replication_slot(slot_name, $2::text::name)
+                   FROM pg_replication_slots WHERE slot_name = $1 AND database = current_database()";
+        let Ok(mut client) = Client::connect(&self.postgres.url(&self.database), NoTls) else { return };
+        let made = client.execute(sql, &[&self.slot, &self.observer()]).unwrap();
+        self.observing.set(made > 0);
     }
 
     fn observer(&self) -> String {
@@ -147,7 +186,21 @@ impl Bed {
     }
 
     pub fn start(&self) -> Worker {
-        Worker::start(&self.config, &[])
+        self.start_with(&[])
+    }
+
+    /// Starts a worker with these arguments; from the first one on, the test is watched.
+    pub fn start_with(&self, arguments: &[&str]) -> Worker {
+        if !self.observing.get() && EVENTS.iter().any(|rule| !self.exempt.contains(rule)) {
+            self.observe();
+        }
+        self.sampler.borrow_mut().get_or_insert_with(|| Sampler::start(self));
+        Worker::start(&self.config, arguments)
+    }
+
+    /// Takes rules out of the verdict; `_why`: what the test does that makes them meaningless.
+    pub fn exempt(&mut self, rules: &[Rule], _why: &str) {
+        self.exempt.extend(rules);
     }
 
     /// A worker that streams already.
@@ -229,7 +282,7 @@ impl Bed {
     }
 
     /// Everything committed since `init`, in commit order, from the test's own slot. Needs id and key
-    /// in columns of the configured names `event_id`/`id` and `order_id`/`aggregateid`.
+    /// in columns of the names below.
     pub fn committed(&mut self) -> Committed {
         let sql = "SELECT data FROM pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL,
                      'proto_version', '1', 'publication_names', quote_ident($2))";
@@ -241,10 +294,11 @@ impl Bed {
             let data: &[u8] = row.get(0);
             match pgoutput::decode(data).unwrap() {
                 pgoutput::Message::Relation(relation) => {
-                    let find = |names: [&str; 2]| {
+                    let find = |names: &[&str]| {
                         relation.columns.iter().position(|c| names.contains(&c.name.as_str()))
                     };
-                    let places = find(["event_id", "id"]).zip(find(["order_id", "aggregateid"]));
+                    let keys = ["order_id", "aggregateid", "clé", "'quoted'"];
+                    let places = find(&["event_id", "id"]).zip(find(&keys));
                     columns.insert(relation.oid, places);
                 }
                 pgoutput::Message::Insert { relation, new } => {
@@ -312,8 +366,56 @@ impl Bed {
     }
 }
 
+impl Bed {
+    /// The positions that the slot had confirmed in every sample so far.
+    pub fn sampled(&self) -> Vec<u64> {
+        let sampler = self.sampler.borrow();
+        let samples = sampler.as_ref().expect("a worker was started").samples.lock().unwrap();
+        samples.iter().map(|sample| sample.confirmed).collect()
+    }
+
+    /// Judges what was sampled while the test ran, and what the topic holds at its end.
+    fn verdict(&mut self, samples: &[Sample]) {
+        let holds = |rule| !self.exempt.contains(&rule);
+        for Sample { confirmed, persisted, .. } in samples {
+            let behind = confirmed <= persisted || !holds(Rule::SlotBehindPosition);
+            assert!(behind, "confirmed {confirmed:X} > persisted {persisted:X}");
+        }
+        for pair in samples.windows(2) {
+            let [(c0, p0), (c1, p1)] = [&pair[0], &pair[1]].map(|s| (s.confirmed, s.persisted));
+            assert!(c0 <= c1 || !holds(Rule::SlotForward), "the slot went back from {c0:X} to {c1:X}");
+            assert!(
+                p0 <= p1 || !holds(Rule::PositionForward),
+                "the position went back from {p0:X} to {p1:X}"
+            );
+        }
+        let (persisted, topic) = (holds(Rule::PositionBehindTopic), holds(Rule::Topic));
+        if samples.is_empty() || !(persisted || topic) {
+            return;
+        }
+        // Committed last: a worker that still runs may publish meanwhile.
+        let messages = self.topic.read();
+        self.client = self.connect(); // the test may have left it in a transaction, or without a server
+        let mut committed = self.committed();
+        committed.events.retain(|event| !self.given_up.contains(&event.id));
+        if persisted {
+            check_persisted(samples, &committed, &messages);
+        }
+        if topic {
+            oracle::check_so_far(&committed, &messages);
+        }
+    }
+}
+
 impl Drop for Bed {
     fn drop(&mut self) {
+        let samples = self.sampler.take().map(Sampler::stop);
+        let verdict = match samples {
+            Some(samples) if !std::thread::panicking() => {
+                catch_unwind(AssertUnwindSafe(|| self.verdict(&samples)))
+            }
+            _ => Ok(()),
+        };
         // The servers may be gone, by the test's own doing.
         if let Ok(mut client) = Client::connect(&self.postgres.url("postgres"), NoTls) {
             let _ = client.batch_execute(&format!(
@@ -321,6 +423,9 @@ impl Drop for Bed {
                  SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = '{0}' AND NOT active;",
                 self.database
             ));
+        }
+        if let Err(found) = verdict {
+            resume_unwind(found);
         }
     }
 }
@@ -338,100 +443,52 @@ fn positions(client: &mut Client, slot: &str) -> (u64, u64) {
 }
 
 /// Watches the order of truth from outside while a test runs: confirmed ≤ persisted ≤ what the
-/// topic holds, read in this order.
-pub struct Sampler {
+/// topic holds, read in this order. A server that cannot be reached is asked again.
+struct Sampler {
     stop: Arc<AtomicBool>,
-    taken: Arc<AtomicU32>,
-    thread: JoinHandle<Vec<Sample>>,
+    samples: Arc<Mutex<Vec<Sample>>>,
+    thread: JoinHandle<()>,
 }
 
 struct Sample {
     confirmed: u64,
     persisted: u64,
-    ends: Vec<i64>,
+    /// The offset after the last message of each partition; `None` when Kafka did not answer.
+    ends: Option<Vec<i64>>,
 }
 
 impl Sampler {
-    pub fn start(bed: &Bed) -> Self {
-        let (stop, taken) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
-        let (stopped, count) = (Arc::clone(&stop), Arc::clone(&taken));
+    fn start(bed: &Bed) -> Self {
+        let (stop, samples) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
+        let (stopped, sink) = (Arc::clone(&stop), Arc::clone(&samples));
         let (url, slot) = (bed.postgres.url(&bed.database), bed.slot.clone());
-        let topic = Topic {
-            brokers: bed.topic.brokers.clone(),
-            name: bed.topic.name.clone(),
-            partitions: bed.topic.partitions,
-        };
+        let ends = oracle::Ends::new(&bed.topic);
         let thread = std::thread::spawn(move || {
-            let consumer: rdkafka::consumer::BaseConsumer = oracle::consumer(&topic.brokers);
             let mut client = None;
-            let mut samples = Vec::new();
-            while !stopped.load(Ordering::Relaxed) {
-                if let Some(sample) = sample(&mut client, &url, &slot, &consumer, &topic) {
-                    samples.push(sample);
-                    count.fetch_add(1, Ordering::Relaxed);
+            loop {
+                let last = stopped.load(Ordering::Relaxed);
+                if let Some((confirmed, persisted)) = sample(&mut client, &url, &slot) {
+                    let ends = ends.now();
+                    sink.lock().unwrap().push(Sample { confirmed, persisted, ends });
                 }
-                std::thread::sleep(std::time::Duration::from_millis(10)); // the rate of sampling
+                if last {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(50)); // the rate of sampling
             }
-            samples
         });
-        Sampler { stop, taken, thread }
+        Sampler { stop, samples, thread }
     }
 
-    /// Ends the watch and checks every sample against what was committed and where it arrived. Gives
-    /// the positions the slot had confirmed.
-    pub fn check(self, committed: &Committed, messages: &[Message]) -> Vec<u64> {
-        let confirmed = self.check_across_crashes(committed, messages);
-        for pair in confirmed.windows(2) {
-            assert!(pair[0] <= pair[1], "the slot went back from {:X} to {:X}", pair[0], pair[1]);
-        }
-        confirmed
-    }
-
-    /// The same where PostgreSQL crashes: the slot may then forget what it had not saved yet.
-    pub fn check_across_crashes(self, committed: &Committed, messages: &[Message]) -> Vec<u64> {
-        super::eventually("ten samples are taken", || {
-            (self.taken.load(Ordering::Relaxed) >= 10).then_some(())
-        });
+    /// After one more sample.
+    fn stop(self) -> Vec<Sample> {
         self.stop.store(true, Ordering::Relaxed);
-        let samples = self.thread.join().unwrap();
-        let mut first = std::collections::HashMap::new();
-        for message in messages {
-            let place = (message.partition as usize, message.offset);
-            first
-                .entry(message.id())
-                .and_modify(|p: &mut (usize, i64)| *p = (*p).min(place))
-                .or_insert(place);
-        }
-        let mut events = committed.events.iter().peekable();
-        let mut needed: Vec<(i64, &str)> = Vec::new();
-        let mut last_persisted = 0;
-        for sample in &samples {
-            let (confirmed, persisted) = (sample.confirmed, sample.persisted);
-            assert!(confirmed <= persisted, "confirmed {confirmed:X} > persisted {persisted:X}");
-            assert!(persisted >= last_persisted, "the position went back to {persisted:X}");
-            last_persisted = persisted;
-            // For each partition the greatest offset that an event at or below the position has.
-            while let Some(event) = events.next_if(|e| e.end_lsn <= persisted) {
-                let (partition, offset) = first[&event.id];
-                needed.resize(needed.len().max(partition + 1), (-1, ""));
-                needed[partition] = needed[partition].max((offset, &event.id));
-            }
-            for ((offset, id), end) in needed.iter().zip(&sample.ends) {
-                assert!(offset < end, "{persisted:X} was persisted before event {id} was in the topic");
-            }
-        }
-        samples.iter().map(|s| s.confirmed).collect()
+        self.thread.join().unwrap();
+        std::mem::take(&mut self.samples.lock().unwrap())
     }
 }
 
-fn sample(
-    client: &mut Option<Client>,
-    url: &str,
-    slot: &str,
-    consumer: &rdkafka::consumer::BaseConsumer,
-    topic: &Topic,
-) -> Option<Sample> {
-    use rdkafka::consumer::Consumer as _;
+fn sample(client: &mut Option<Client>, url: &str, slot: &str) -> Option<(u64, u64)> {
     if client.is_none() {
         *client = Client::connect(url, NoTls).ok();
     }
@@ -440,18 +497,37 @@ fn sample(
         .query_opt("SELECT confirmed_flush_lsn FROM pg_replication_slots WHERE slot_name = $1", &[&slot]);
     let persisted =
         session.query_opt("SELECT confirmed_lsn FROM outbox_tailer.position WHERE slot = $1", &[&slot]);
-    let (Ok(Some(confirmed)), Ok(Some(persisted))) = (confirmed, persisted) else {
+    let (Ok(confirmed), Ok(persisted)) = (confirmed, persisted) else {
         *client = None; // the server may be restarting
         return None;
     };
-    let limit = std::time::Duration::from_secs(5);
-    let ends =
-        (0..topic.partitions).map(|p| consumer.fetch_watermarks(&topic.name, p, limit).map(|(_, end)| end));
-    Some(Sample {
-        confirmed: confirmed.get::<_, PgLsn>(0).into(),
-        persisted: persisted.get::<_, PgLsn>(0).into(),
-        ends: ends.collect::<Result<_, _>>().ok()?,
-    })
+    // Either is missing when a test or `init` takes it away.
+    let lsn = |row: postgres::Row| row.get::<_, Option<PgLsn>>(0).map(u64::from);
+    Some((confirmed.and_then(lsn)?, persisted.and_then(lsn)?))
+}
+
+/// What the position has passed was in the topic when it was sampled.
+fn check_persisted(samples: &[Sample], committed: &Committed, messages: &[Message]) {
+    let mut first: HashMap<String, (usize, i64)> = HashMap::new();
+    for message in messages {
+        let place = (message.partition as usize, message.offset);
+        first.entry(message.id()).and_modify(|p| *p = (*p).min(place)).or_insert(place);
+    }
+    let mut events = committed.events.iter().peekable();
+    // For each partition the greatest offset that an event at or below the position has.
+    let mut needed: Vec<(i64, &str)> = Vec::new();
+    for Sample { persisted, ends, .. } in samples {
+        while let Some(event) = events.next_if(|e| e.end_lsn <= *persisted) {
+            let Some(&(partition, offset)) = first.get(&event.id) else {
+                panic!("{persisted:X} was persisted, and event {} is not in the topic", event.id)
+            };
+            needed.resize(needed.len().max(partition + 1), (-1, ""));
+            needed[partition] = needed[partition].max((offset, &event.id));
+        }
+        for ((offset, id), end) in needed.iter().zip(ends.iter().flatten()) {
+            assert!(offset < end, "{persisted:X} was persisted before event {id} was in the topic");
+        }
+    }
 }
 
 /// Writers that commit transactions of mixed shape until told to stop.

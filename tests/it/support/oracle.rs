@@ -160,6 +160,28 @@ impl Topic {
     }
 }
 
+/// Asks for the offset after the last message of each partition, in one request.
+pub struct Ends {
+    consumer: BaseConsumer,
+    partitions: TopicPartitionList,
+}
+
+impl Ends {
+    pub fn new(topic: &Topic) -> Self {
+        let mut partitions = TopicPartitionList::new();
+        for partition in 0..topic.partitions {
+            partitions.add_partition_offset(&topic.name, partition, Offset::End).unwrap();
+        }
+        Ends { consumer: consumer(&topic.brokers), partitions }
+    }
+
+    /// `None` when Kafka does not answer.
+    pub fn now(&self) -> Option<Vec<i64>> {
+        let found = self.consumer.offsets_for_times(self.partitions.clone(), Duration::from_secs(2)).ok()?;
+        found.elements().iter().map(|partition| partition.offset().to_raw().filter(|end| *end >= 0)).collect()
+    }
+}
+
 /// Reads a topic from its beginning.
 pub struct Reader {
     consumer: BaseConsumer,
@@ -271,9 +293,23 @@ pub struct Verdict {
 /// The promise: every committed id is there, no other, and for each key the first occurrences are
 /// in commit order.
 pub fn check(committed: &Committed, messages: &[Message]) -> Verdict {
+    let repeats = check_so_far(committed, messages);
+    let seen: HashSet<String> = messages.iter().map(Message::id).collect();
+    let lost: Vec<&String> = committed.ids().filter(|id| !seen.contains(*id)).collect();
+    assert!(lost.is_empty(), "{} events were lost, such as {:?}", lost.len(), &lost[..lost.len().min(3)]);
+    Verdict { repeats }
+}
+
+/// What must hold at every moment: no id is there that was not committed, and for each key the first
+/// occurrences are the first that were committed, in that order. Gives the number of repeats.
+pub fn check_so_far(committed: &Committed, messages: &[Message]) -> usize {
+    let mut wanted: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for event in &committed.events {
+        wanted.entry(&event.key).or_default().push(&event.id);
+    }
     let expected: HashSet<&String> = committed.ids().collect();
     assert_eq!(expected.len(), committed.events.len(), "an id was committed twice");
-    let mut seen: HashMap<String, usize> = HashMap::new();
+    let mut seen: HashSet<String> = HashSet::new();
     let mut order: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut sorted: Vec<&Message> = messages.iter().collect();
     sorted.sort_by_key(|m| (m.partition, m.offset));
@@ -286,25 +322,14 @@ pub fn check(committed: &Committed, messages: &[Message]) -> Verdict {
             message.partition,
             "key {key} moved"
         );
-        let count = seen.entry(id.clone()).or_insert(0);
-        *count += 1;
-        if *count == 1 {
+        if seen.insert(id.clone()) {
             order.entry(key).or_default().push(id);
         }
     }
-    let lost: Vec<&&String> = expected.iter().filter(|id| !seen.contains_key(**id)).collect();
-    assert!(
-        lost.is_empty(),
-        "{} events were lost, such as {:?}",
-        lost.len(),
-        lost.iter().take(3).collect::<Vec<_>>()
-    );
-    let mut wanted: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for event in &committed.events {
-        wanted.entry(event.key.clone()).or_default().push(event.id.clone());
+    for (key, ids) in &order {
+        let wanted = wanted.get(key.as_str()).map_or(&[][..], Vec::as_slice);
+        let so_far = &wanted[..ids.len().min(wanted.len())];
+        assert_eq!(ids, so_far, "the order of key {key}");
     }
-    for (key, ids) in &wanted {
-        assert_eq!(order.get(key), Some(ids), "the order of key {key}");
-    }
-    Verdict { repeats: messages.len() - seen.len() }
+    messages.len() - seen.len()
 }
