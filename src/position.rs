@@ -17,8 +17,7 @@ use crate::error::{Error, Refusal, Result};
 use crate::postgres::{Sql, sql_error};
 use crate::relay::progress::Position;
 use crate::relay::{Lsn, Place};
-use crate::source::System;
-use crate::startcheck::Persisted;
+use crate::startcheck::{Persisted, System};
 
 /// The newest migration this program knows.
 pub const SCHEMA_VERSION: i32 = 1;

@@ -165,7 +165,7 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
         row: row.as_ref().map(position::Row::persisted),
         held,
     };
-    startcheck::judge(&facts(slot.as_ref(), &remembered))?;
+    startcheck::judge(&facts(slot.as_ref(), &remembered)).map_err(Error::no_start)?;
     let row = row.as_ref().ok_or_else(|| Error::bug("the start check passed without a position row"))?;
     let accepted = check_publication(&sql, config, row.descriptor.clone(), &row.publication).await?;
     check_columns(&sql.client, &config.tables).await?;
@@ -182,7 +182,7 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
 
     let witness = witness::read(config, &system.identifier).await?;
     let held: Vec<Held> = remembered.iter().cloned().chain(witness.map(Held::from)).collect();
-    let start = startcheck::judge(&facts(slot.as_ref(), &held))?;
+    let start = startcheck::judge(&facts(slot.as_ref(), &held)).map_err(Error::no_start)?;
     if let Some((from, to)) = start.phantom {
         tracing::error!(
             phantom_from = %from,
@@ -202,7 +202,7 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
         }
         slot.active_pid = None;
     }
-    startcheck::judge(&facts(ours.as_ref(), &held))?;
+    startcheck::judge(&facts(ours.as_ref(), &held)).map_err(Error::no_start)?;
     // Whoever had it before can move the position no more.
     let known = held.iter().map(|held| held.epoch).max().unwrap_or(0);
     // A host name and a process id may be those of another container.
