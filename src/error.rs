@@ -88,7 +88,7 @@ impl Error {
         match why {
             NoStart::NotSetUp(text) => Error::mistake(text),
             NoStart::NotYet(text) => Error::wait(text),
-            NoStart::Gap(text) => Error::refusal(Refusal::Gap, text),
+            NoStart::Gap(text) | NoStart::Ahead(text) => Error::refusal(Refusal::Gap, text),
             NoStart::Identity(text) => Error::refusal(Refusal::Identity, text),
         }
     }

@@ -72,6 +72,8 @@ pub struct Facts<'a> {
 /// Where to start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Start {
+    /// The row's position, or the slot's where it was synchronised ahead of the row: the row is to
+    /// follow, since what proves that the slot is right may be gone at the next start.
     pub from: Lsn,
     /// Events in this interval were published and are gone from the surviving database: a standby
     /// that had not received them was promoted.
@@ -90,6 +92,9 @@ pub enum NoStart {
     /// Events may be missing from the stream.
     #[error("{0}")]
     Gap(String),
+    /// A gap too, unless something that was not asked yet knows that we confirmed so much.
+    #[error("{0}")]
+    Ahead(String),
     /// Another server, a copy, or a history that does not hold what was published.
     #[error("{0}")]
     Identity(String),
@@ -154,7 +159,7 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start, NoStart> {
     let mut proven = None;
     for held in facts.held {
         if let Some(requested) = held.requested
-            && held.epoch == row.epoch
+            && (held.epoch, &*held.instance) == (row.epoch, row.instance)
             && position > requested
         {
             return changed(&format!("is more than we have asked for, {requested}"));
@@ -210,11 +215,11 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start, NoStart> {
     // After a failover the slot may have been synchronised before the row: fine where we know that
     // we confirmed so much ourselves.
     if confirmed > position && proven.is_none_or(|proven| proven < confirmed) {
-        return Err(NoStart::Gap(format!(
+        return Err(NoStart::Ahead(format!(
             "slot {name} is confirmed up to {confirmed}, the position is {position}: somebody advanced the slot or made it anew, and events in ({position}, {confirmed}] may never be streamed; once they are taken care of, run `outbox-tailer init --start-over --from-now`"
         )));
     }
-    Ok(Start { from: position, phantom })
+    Ok(Start { from: position.max(confirmed), phantom })
 }
 
 impl Slot {
@@ -398,8 +403,8 @@ mod tests {
     #[test]
     fn a_slot_ahead_of_the_position_is_a_gap_that_names_both() {
         let advance = |w: &mut World| w.slot.as_mut().unwrap().confirmed = Some(lsn(0x1_0000_0000));
-        refuses(advance, GAP, "(0/64, 1/0]");
-        refuses(|w| (advance(w), w.held.clear()).0, GAP, "(0/64, 1/0]");
+        refuses(advance, NoStart::Ahead, "(0/64, 1/0]");
+        refuses(|w| (advance(w), w.held.clear()).0, NoStart::Ahead, "(0/64, 1/0]");
     }
 
     #[test]
@@ -457,8 +462,8 @@ mod tests {
                 w.slot.as_mut().unwrap().confirmed = Some(lsn(confirmed));
             }
         };
-        starts(synced(90), 70, Some((95, 100)));
-        refuses(synced(97), GAP, "may never be streamed");
+        starts(synced(90), 90, Some((95, 100)));
+        refuses(synced(97), NoStart::Ahead, "may never be streamed");
     }
 
     #[test]
