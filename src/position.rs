@@ -532,7 +532,22 @@ fn system_time(postgres_micros: i64) -> std::time::SystemTime {
     if postgres_micros >= 0 { epoch + offset } else { epoch - offset }
 }
 
-/// What the position row keeps of a refusal.
-pub fn refusal_record(refusal: Refusal, error: &Error) -> Value {
-    json!({ "kind": refusal.name(), "message": error.line(), "detail": error.detail })
+/// What the position row keeps of a refusal. `decision`: the newest audit record when it was made.
+pub fn refusal_record(refusal: Refusal, error: &Error, decision: Option<i64>) -> Value {
+    json!({ "kind": refusal.name(), "message": error.line(), "detail": error.detail, "decision": decision })
+}
+
+/// The refusal that an earlier process has left in the row and that nothing but a start-over clears.
+///
+/// # Errors
+/// By SQLSTATE.
+pub async fn standing_refusal(client: &Client, slot: &str, record: &Value) -> Result<Option<Error>> {
+    let Some(refusal) = record["kind"].as_str().and_then(Refusal::from_name_of_lasting) else {
+        return Ok(None);
+    };
+    let Some(decision) = record["decision"].as_i64() else { return Ok(None) };
+    // The record may have been written beside a start-over.
+    let (_, started_over) = last_decision(client, slot, decision).await?;
+    let message = record["message"].as_str().unwrap_or_default();
+    Ok((!started_over).then(|| Error::refusal(refusal, message).with_detail(record["detail"].clone())))
 }

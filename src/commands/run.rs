@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio_postgres::Client;
 
-use crate::config::{Config, TableConfig};
+use crate::config::{Config, TableConfig, Witness};
 use crate::descriptor::{Descriptor, Difference};
 use crate::error::{Error, Kind, Refusal, Result};
 use crate::kafka::{self, Preflight, Producer};
@@ -40,6 +40,11 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
         kafka = config.kafka.brokers,
         "outbox-tailer starts"
     );
+    if config.witness == Witness::None {
+        tracing::warn!(
+            "witness.kind is none: events that a failover or a restored copy has lost show only while this process runs"
+        );
+    }
     let mut memory = Memory::default();
     // From then on a mistake is waited out: nobody is there to read it.
     let mut settled = false;
@@ -72,7 +77,7 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
             Kind::Mistake if !settled => return Err(error),
             Kind::Refusal(refusal) => {
                 if config.worker.exit_on_refusal {
-                    leave_word(config, refusal, &error).await;
+                    leave_word(config, refusal, &error, memory.decision).await;
                     return Err(error);
                 }
                 refused(config, refusal, &error, memory.decision, &mut stop).await;
@@ -150,6 +155,11 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
     // C before P: whatever is confirmed was persisted before.
     let slot = read_slot(&sql.client, slot_name).await?;
     let row = position::read(&sql.client, slot_name).await?;
+    if let Some(record) = row.as_ref().and_then(|row| row.refusal.as_ref())
+        && let Some(refusal) = position::standing_refusal(&sql.client, slot_name, record).await?
+    {
+        return Err(refusal);
+    }
     let mut replication = source::Session::connect(&config.postgres, &sql.endpoint).await?;
     let system = replication.identify_system().await?;
     let history = replication.timeline_history(system.timeline).await?;
@@ -407,7 +417,7 @@ async fn refused(
     tracing::error!(ready = false, refusal = refusal.name(), detail = %error.detail, "refused: {}", error.line());
     let mut told = false;
     while !*stop.borrow() {
-        match decision(config, refusal, error, &mut told).await {
+        match decision(config, refusal, error, seen, &mut told).await {
             Ok(last) if seen.is_some_and(|seen| seen != last) => {
                 tracing::info!("an operator has decided; checking again");
                 return;
@@ -423,20 +433,26 @@ async fn refused(
 }
 
 /// The newest decision of an operator.
-async fn decision(config: &Config, refusal: Refusal, error: &Error, told: &mut bool) -> Result<i64> {
+async fn decision(
+    config: &Config,
+    refusal: Refusal,
+    error: &Error,
+    seen: Option<i64>,
+    told: &mut bool,
+) -> Result<i64> {
     let sql = postgres::connect(&config.postgres).await?;
     let (last, _) = position::last_decision(&sql.client, &config.postgres.slot, i64::MAX).await?;
     // A row that a newer version has made is not for us to write.
     if !*told && refusal != Refusal::Schema {
-        let record = position::refusal_record(refusal, error);
+        let record = position::refusal_record(refusal, error, seen);
         *told = position::record_refusal(&sql.client, &config.postgres.slot, &record).await?;
     }
     Ok(last)
 }
 
 /// Records the refusal for the operator's commands; the log has it anyway.
-async fn leave_word(config: &Config, refusal: Refusal, error: &Error) {
-    if let Err(e) = decision(config, refusal, error, &mut false).await {
+async fn leave_word(config: &Config, refusal: Refusal, error: &Error, seen: Option<i64>) {
+    if let Err(e) = decision(config, refusal, error, seen, &mut false).await {
         tracing::warn!("cannot record the refusal: {}", e.line());
     }
 }

@@ -11,6 +11,7 @@ mod servers_fail;
 mod setup;
 mod steady;
 mod transactions;
+mod witness;
 
 use libtest_mimic::{Arguments, Trial};
 
@@ -34,7 +35,7 @@ fn main() {
         eprintln!("the tests on real servers are not run: {reason}");
         assert!(std::env::var_os("OUTBOX_TESTS_MUST_RUN").is_none(), "they must run here");
     }
-    let groups: [(&str, &[Test]); 7] = [
+    let groups: [(&str, &[Test]); 8] = [
         ("messages", messages::TESTS),
         ("mistakes", mistakes::TESTS),
         ("refusals", refusals::TESTS),
@@ -42,6 +43,7 @@ fn main() {
         ("setup", setup::TESTS),
         ("steady", steady::TESTS),
         ("transactions", transactions::TESTS),
+        ("witness", witness::TESTS),
     ];
     let trials = groups
         .into_iter()

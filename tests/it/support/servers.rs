@@ -88,19 +88,33 @@ impl Postgres {
         Postgres { version: version.to_owned(), data, port: free_port(), settings }
     }
 
+    /// A copy of a stopped server's data directory, not started.
+    pub fn copy_of(server: &Postgres) -> Self {
+        let data = folder("copy").join("data");
+        let copied = Command::new("cp").arg("-a").args([&server.data, &data]).status().unwrap();
+        assert!(copied.success());
+        Postgres {
+            version: server.version.clone(),
+            data,
+            port: free_port(),
+            settings: server.settings.clone(),
+        }
+    }
+
     /// A physical standby, made from a base backup; the server must be an 18.6, which has the program.
-    pub fn standby_of(primary: &Postgres) -> Self {
+    pub fn standby_of(primary: &Postgres, settings: &[&str]) -> Self {
         let data = folder("standby").join("data");
         let program = must("postgres.sh", &["fetch", &primary.version]) + "/bin/pg_basebackup";
-        let port = primary.port.to_string();
+        // With a database, for the synchronisation of slots.
+        let primary_conninfo = format!("host=127.0.0.1 port={} user=postgres dbname=postgres", primary.port);
         let backup = Command::new(program)
-            .args(["-h", "127.0.0.1", "-p", &port, "-U", "postgres", "-R", "-c", "fast", "-D"])
+            .args(["-d", &primary_conninfo, "-R", "-c", "fast", "-D"])
             .arg(&data)
             .output()
             .unwrap();
         assert!(backup.status.success(), "{}", String::from_utf8_lossy(&backup.stderr));
-        let standby =
-            Postgres { version: primary.version.clone(), data, port: free_port(), settings: vec![] };
+        let settings = settings.iter().map(|s| (*s).to_owned()).collect();
+        let standby = Postgres { version: primary.version.clone(), data, port: free_port(), settings };
         standby.start_again();
         standby
     }
