@@ -18,6 +18,7 @@ use tokio::sync::Notify;
 
 use crate::config::{Kafka, Worker};
 use crate::error::{Error, Kind, Refusal, Result};
+use crate::relay::line::{DeliveryError, Report};
 use crate::relay::progress::Seq;
 use crate::relay::router::{ID_HEADER, Record};
 
@@ -33,8 +34,7 @@ pub struct Producer {
     reports: Arc<Queue>,
     /// librdkafka's `message.max.bytes` in force.
     pub max_message_bytes: usize,
-    /// A larger record may be refused by the broker, which only it can tell when batches are
-    /// compressed: it must be acknowledged before anything else is sent. Bytes of a batch of one.
+    /// See [`crate::relay::line::Bounds`].
     pub alone_over_bytes: usize,
     /// Whether the topics' size limits are known.
     pub knows_limits: bool,
@@ -51,28 +51,6 @@ pub fn window(kafka: &Kafka, worker: &Worker) -> (usize, usize) {
         half(worker.window_events, given("queue.buffering.max.messages")),
         half(worker.window_bytes, kbytes.map(|kbytes| kbytes.saturating_mul(1024))),
     )
-}
-
-/// What the broker has said of one event.
-#[derive(Debug)]
-pub enum Report {
-    Acked(Seq),
-    Failed { seq: Seq, why: DeliveryError },
-}
-
-#[derive(Debug)]
-pub enum DeliveryError {
-    /// The broker takes no record of this size (or the event cannot be valid for it).
-    Rejected {
-        /// For its size, or for that of its batch.
-        size: bool,
-        event_id: String,
-        key: Option<String>,
-        bytes: usize,
-        reason: String,
-    },
-    /// Anything that a new producer may get past.
-    Other(String),
 }
 
 #[derive(Debug)]
@@ -165,7 +143,7 @@ fn delivery_error(error: &KafkaError, message: &impl Message) -> DeliveryError {
                 reason: code.to_string(),
             }
         }
-        _ => DeliveryError::Other(error.to_string()),
+        _ => DeliveryError::Other(format!("Kafka did not take an event: {error}")),
     }
 }
 

@@ -12,6 +12,7 @@
 //!                                   ▼ confirmable position
 //! ```
 
+pub mod line;
 pub mod outbox;
 pub mod pgoutput;
 pub mod progress;

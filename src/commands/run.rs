@@ -12,6 +12,7 @@ use crate::error::{Error, Kind, Refusal, Result};
 use crate::kafka::{self, Preflight, Producer};
 use crate::position::{self, Keeper, publication_refusal};
 use crate::postgres::{self, Sql, sql_error};
+use crate::relay::line::{Bounds, Line};
 use crate::relay::outbox::Mapping;
 use crate::relay::router::{Limits, Route, Topic, TopicName};
 use crate::relay::truth::Truth;
@@ -132,7 +133,7 @@ async fn attempt(config: &Config, memory: &mut Memory, stop: &mut watch::Receive
 }
 
 /// Everything between nothing and a running stream.
-async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<'a>> {
+async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
     // Beside all that PostgreSQL is asked: librdkafka takes the longest.
     let connecting = AbortOnDrop(tokio::spawn({
         let (kafka, worker, one_by_one) = (config.kafka.clone(), config.worker.clone(), memory.one_by_one);
@@ -233,23 +234,30 @@ async fn prepare<'a>(config: &'a Config, memory: &mut Memory) -> Result<Session<
     let (window_events, window_bytes) = kafka::window(&config.kafka, &config.worker);
     let keeper = Keeper::start(sql, config, epoch, confirmed, accepted).await?;
     tracing::info!(ready = true, host, position = %confirmed, epoch, timeline = system.timeline, "streaming");
-    Ok(Session {
-        worker: &config.worker,
+    // Well below half of the time after which the server ends a silent connection.
+    let status_interval = sender_timeout.map_or(STATUS_INTERVAL_MAX, |t| (t / 4).min(STATUS_INTERVAL_MAX));
+    let bounds = Bounds {
         window_events,
         window_bytes,
-        relay,
-        producer,
-        keeper,
-        stream,
-        // The witness is to know the new epoch before the slot is told anything.
-        truth: Truth::new(confirmed, notary.is_some().then_some(Lsn::from(0))),
-        notary,
-        server_end: system.wal_end,
-        // Well below half of the time after which the server ends a silent connection.
-        status_interval: sender_timeout.map_or(STATUS_INTERVAL_MAX, |t| (t / 4).min(STATUS_INTERVAL_MAX)),
+        alone_over_bytes: producer.alone_over_bytes,
+        knows_limits: producer.knows_limits,
+        position_interval: config.worker.position_interval,
+        idle_interval: config.worker.idle_interval,
+        status_interval,
         // While it decodes a transaction that sends nothing, the server answers only after half of
         // its own time-out, and without one not at all.
         silence_timeout: config.postgres.silence_timeout.max(sender_timeout.unwrap_or(SILENCE_UNKNOWN)),
+        shutdown_timeout: config.worker.shutdown_timeout,
+    };
+    Ok(Session {
+        // The witness is to know the new epoch before the slot is told anything.
+        line: Line::new(relay, Truth::new(confirmed, notary.is_some().then_some(Lsn::from(0))), bounds),
+        producer,
+        keeper,
+        notary,
+        stream,
+        server_end: system.wal_end,
+        tick_interval: status_interval.min(TICK_INTERVAL_MAX),
     })
 }
 
@@ -269,6 +277,7 @@ impl<T> Drop for AbortOnDrop<T> {
 }
 
 const STATUS_INTERVAL_MAX: Duration = Duration::from_secs(10);
+const TICK_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// With `wal_sender_timeout = 0`.
 const SILENCE_UNKNOWN: Duration = Duration::from_secs(600);
 
