@@ -1,10 +1,11 @@
 # Everything is fetched and started by scripts/, below .dev/; see the README.
 
-.PHONY: help demo test clean
+.PHONY: help demo test bench clean
 
 help:
 	@echo 'make demo [EVENTS=n] [RATE=n]   watch orders become messages; ends after n events, else at Ctrl-C'
 	@echo 'make test                       everything that must hold: format, lints, docs, all tests'
+	@echo 'make bench [QUICK=1] [ONLY=path]  measure against pg_recvlogical and Debezium (about an hour)'
 	@echo 'make clean                      remove what was fetched and built'
 
 demo:
@@ -12,6 +13,9 @@ demo:
 
 test:
 	@scripts/test.sh
+
+bench:
+	@QUICK='$(QUICK)' ONLY='$(ONLY)' EVENTS='$(EVENTS)' ROUNDS='$(ROUNDS)' scripts/bench.sh
 
 clean:
 	rm -rf .dev target

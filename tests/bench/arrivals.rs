@@ -84,8 +84,4 @@ impl Arrivals {
             (count >= n).then_some(*ms)
         })
     }
-
-    pub fn last_ms(&self) -> Option<i64> {
-        self.0.keys().next_back().copied()
-    }
 }

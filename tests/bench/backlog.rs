@@ -1,12 +1,16 @@
 //! A server with a backlog in its log, loaded once; every contender drains a copy of the same slot.
 
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use postgres::Client;
 use postgres::types::PgLsn;
 
-use crate::support::servers::{self, Postgres};
+use crate::site::Veth;
+use crate::support::servers::Postgres;
 use crate::support::{bed, tally};
 
 pub const PUBLICATION: &str = "outbox";
@@ -96,7 +100,7 @@ impl Backlog {
         backlog
     }
 
-    /// A slot of its own for one run.
+    /// A slot of its own for one run, at the start of the backlog.
     pub fn copy_slot(&mut self) -> String {
         self.copies += 1;
         let slot = format!("run_{}", self.copies);
@@ -131,15 +135,28 @@ impl Backlog {
     }
 }
 
-pub fn server() -> Postgres {
-    Postgres::start(&SETTINGS)
+/// A server for a backlog, that the other namespace can reach, too.
+pub fn server(veth: Option<&Veth>) -> Postgres {
+    let Some(veth) = veth else { return Postgres::start(&SETTINGS) };
+    let listen = format!("listen_addresses=127.0.0.1,{}", veth.address);
+    let server = Postgres::stopped("18.6", &[&SETTINGS[..], &[&listen]].concat());
+    append(&server, "pg_hba.conf", "host all,replication all samenet trust\n");
+    server.start_again();
+    server
 }
 
-/// With further settings, so that files can be put into its folder before the start.
-pub fn stopped_server(version: &str, settings: &[&str]) -> Postgres {
-    Postgres::stopped(version, &[&SETTINGS, settings].concat())
+/// The build that has TLS, and a certificate that nobody verifies.
+pub fn tls_server() -> Postgres {
+    let server = Postgres::stopped("18", &[&SETTINGS[..], &["ssl=on"]].concat());
+    let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+    append(&server, "server.crt", &made.cert.pem());
+    append(&server, "server.key", &made.signing_key.serialize_pem());
+    std::fs::set_permissions(server.data.join("server.key"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    server.start_again();
+    server
 }
 
-pub fn folder(name: &str) -> PathBuf {
-    servers::folder(name)
+fn append(server: &Postgres, file: &str, text: &str) {
+    let mut file = OpenOptions::new().create(true).append(true).open(server.data.join(file)).unwrap();
+    file.write_all(text.as_bytes()).unwrap();
 }

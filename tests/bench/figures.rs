@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::support::tally::Counts;
+
 /// One line of `results.json`. What a contender does not have is null.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Figure {
@@ -30,15 +32,81 @@ pub struct Figure {
     pub repeats: Option<u64>,
     /// Messages that are no event of ours.
     pub foreign: Option<u64>,
+    /// Commits per second while latency was measured.
     pub rate_per_s: Option<f64>,
+    /// Latency: COMMIT has returned to the writer, until a consumer has the message. Start-up: the
+    /// process is started, until a consumer has its first message.
     pub p50_ms: Option<f64>,
     pub p99_ms: Option<f64>,
     pub max_ms: Option<f64>,
+    /// The same from the moment the INSERT was sent.
+    pub p50_from_send_ms: Option<f64>,
+    pub p99_from_send_ms: Option<f64>,
     /// Why it does not count.
     pub failed: Option<String>,
 }
 
 impl Figure {
+    pub fn new(experiment: &str, contender: &str, transport: &str, workload: &str) -> Self {
+        Figure {
+            experiment: experiment.to_owned(),
+            contender: contender.to_owned(),
+            transport: transport.to_owned(),
+            workload: workload.to_owned(),
+            ..Figure::default()
+        }
+    }
+
+    /// The first reason stays.
+    pub fn fail(&mut self, why: &str) {
+        self.failed.get_or_insert_with(|| why.to_owned());
+    }
+
+    pub fn count(&mut self, counts: Counts) {
+        self.lost = Some(counts.lost);
+        self.inverted = Some(counts.inverted);
+        self.repeats = Some(counts.repeats);
+        self.foreign = Some(counts.foreign);
+        if !counts.kept_the_promise() {
+            self.fail(&format!("{counts:?}"));
+        }
+    }
+
+    /// Sets the ratios to those of the same round that drained the same.
+    pub fn compare(&mut self, round: &[Figure]) {
+        let rate = |contender: &str, transport: &str| {
+            let same = |f: &&Figure| f.contender == contender && f.transport == transport && f.workload == self.workload;
+            round.iter().find(same)?.events_per_s
+        };
+        let ratio = |other: Option<f64>| Some(self.events_per_s? / other?);
+        (self.ratio_to_floor, self.ratio_to_debezium) =
+            (ratio(rate("pg_recvlogical", &self.transport)), ratio(rate("debezium", "tcp")));
+    }
+
+    /// One line for who watches.
+    pub fn line(&self) -> String {
+        let mut line = format!("{:<44}", self.key());
+        let mut add = |what: &str, number: Option<f64>, unit: &str| {
+            if let Some(number) = number {
+                let digits = if number < 100.0 { 2 } else { 0 };
+                line.push_str(&format!("  {what}{number:.digits$}{unit}"));
+            }
+        };
+        add("", self.events_per_s, " events/s");
+        add("", self.ratio_to_floor, " × floor");
+        add("cpu ", self.cpu_us_per_event, " µs");
+        add("walsender ", self.walsender_cpu_us_per_event, " µs");
+        add("broker ", self.broker_cpu_us_per_event, " µs");
+        add("", self.rss_peak_bytes.map(|b| b as f64 / 1e6), " MB");
+        add("p50 ", self.p50_ms, " ms");
+        add("p99 ", self.p99_ms, " ms");
+        add("max ", self.max_ms, " ms");
+        if let Some(why) = &self.failed {
+            line.push_str(&format!("  FAILED: {why}"));
+        }
+        line
+    }
+
     pub fn key(&self) -> String {
         format!("{}/{}/{}/{}", self.experiment, self.transport, self.workload, self.contender)
     }
@@ -69,6 +137,8 @@ impl Figure {
             p50_ms: numbers(|f| f.p50_ms),
             p99_ms: numbers(|f| f.p99_ms),
             max_ms: numbers(|f| f.max_ms),
+            p50_from_send_ms: numbers(|f| f.p50_from_send_ms),
+            p99_from_send_ms: numbers(|f| f.p99_from_send_ms),
             failed: rounds.iter().find_map(|f| f.failed.clone()),
             ..rounds[0].clone()
         }

@@ -1,9 +1,14 @@
-//! The oracle of the long runs must see what it is there for.
+//! What others are measured by: the oracle of the long runs must see what it is there for, and the
+//! reference poller must keep the promise.
 
-use crate::support::tally::{Counts, Tally};
+use crate::support::bed::Bed;
+use crate::support::poller::{self, Poller};
+use crate::support::tally::{Counts, NUMBERED, Tally};
+use crate::support::{eventually, servers};
 use crate::tests;
 
 tests![
+    the_reference_poller_publishes_each_event_once_and_in_order,
     the_tally_accepts_every_event_once_in_order,
     the_tally_sees_a_missing_event,
     the_tally_counts_a_repeat_and_allows_it,
@@ -11,6 +16,26 @@ tests![
     the_tally_sees_a_key_that_moves_to_another_partition,
     the_tally_sees_what_is_no_event,
 ];
+
+fn the_reference_poller_publishes_each_event_once_and_in_order() {
+    let mut bed = Bed::with(servers::shared_postgres(), servers::shared_kafka(), poller::TABLES, &[]);
+    bed.sql("INSERT INTO sales_order SELECT generate_series(0, 2)");
+    bed.sql(&format!(
+        "INSERT INTO outbox_event (event_id, order_id, revision, event_type, payload)
+         SELECT {NUMBERED}, 'OrderPaid', '{{}}' FROM generate_series(0, 99) n, (SELECT 3 AS keys)"
+    ));
+    let poller = Poller::start(&bed.settings.url, &bed.brokers, &bed.topic.name, 4);
+    eventually("every event is marked", || {
+        bed.value::<bool>("SELECT bool_and(published_at IS NOT NULL) FROM outbox_event").then_some(())
+    });
+    poller.stop();
+    let mut tally = Tally::new(100, KEYS);
+    for message in bed.topic.read() {
+        let revision = message.header("revision").unwrap();
+        tally.take(message.partition, message.id().as_bytes(), message.key().as_bytes(), revision.as_bytes());
+    }
+    check(tally.counts(), Counts::default(), true);
+}
 
 const KEYS: u64 = 3;
 

@@ -4,6 +4,7 @@
 pub mod bed;
 pub mod interceptor;
 pub mod oracle;
+pub mod poller;
 pub mod servers;
 pub mod tally;
 pub mod worker;

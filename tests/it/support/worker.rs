@@ -26,7 +26,7 @@ impl Ended {
 }
 
 pub fn program(config: &Path, arguments: &[&str]) -> Command {
-    // The benchmark runs a release build of its own.
+    // The benchmark brings a release build of its own.
     let mut command = Command::new(std::env::var_os("OUTBOX_TAILER_PROGRAM").unwrap_or_else(|| PROGRAM.into()));
     command
         .env_clear()
@@ -85,12 +85,8 @@ impl Worker {
     pub fn start(config: &Path, arguments: &[&str]) -> Self {
         let mut arguments = arguments.to_vec();
         arguments.splice(0..0, ["--log-format", "json", "run"]);
-        Self::spawn(&mut program(config, &arguments))
-    }
-
-    /// A command that runs the worker, its log as JSON.
-    pub fn spawn(command: &mut Command) -> Self {
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child =
+            program(config, &arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let log = Arc::new(Mutex::new(Vec::new()));
         let lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let sink = Arc::clone(&log);
