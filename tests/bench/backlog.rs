@@ -62,10 +62,13 @@ impl Backlog {
         server.connect("postgres").batch_execute(&format!("CREATE DATABASE {DATABASE}")).unwrap();
         let mut client = server.connect(DATABASE);
         client.batch_execute(bed::OUTBOX).unwrap();
-        let publish =
-            format!("CREATE PUBLICATION {PUBLICATION} FOR TABLE outbox_event WITH (publish = 'insert', publish_via_partition_root = true)");
+        let publish = format!(
+            "CREATE PUBLICATION {PUBLICATION} FOR TABLE outbox_event WITH (publish = 'insert', publish_via_partition_root = true)"
+        );
         client.batch_execute(&publish).unwrap();
-        client.execute("SELECT pg_create_logical_replication_slot($1::text::name, 'pgoutput')", &[&BASE]).unwrap();
+        client
+            .execute("SELECT pg_create_logical_replication_slot($1::text::name, 'pgoutput')", &[&BASE])
+            .unwrap();
         let socket = "SELECT trim(current_setting('unix_socket_directories'), '\"')";
         let socket = client.query_one(socket, &[]).unwrap().get::<_, String>(0).into();
         Backlog { server, workload, socket, client, end: PgLsn::from(0), copies: 0 }

@@ -57,7 +57,8 @@ struct Plan {
 impl Plan {
     fn from_environment() -> Self {
         let text = |name| std::env::var(name).ok().filter(|v| !v.is_empty());
-        let number = |name| text(name).map(|v: String| v.parse::<u64>().unwrap_or_else(|_| panic!("{name}={v}")));
+        let number =
+            |name| text(name).map(|v: String| v.parse::<u64>().unwrap_or_else(|_| panic!("{name}={v}")));
         let quick = number("QUICK").is_some_and(|n| n != 0);
         let given = ["QUICK", "EVENTS", "ROUNDS", "ONLY"]
             .into_iter()
@@ -83,7 +84,13 @@ impl Plan {
 
     fn workloads(&self) -> Vec<Workload> {
         let events = self.events;
-        let small = |name, says, transaction_events| Workload { name, says, events, transaction_events, fill_bytes: 180 };
+        let small = |name, says, transaction_events| Workload {
+            name,
+            says,
+            events,
+            transaction_events,
+            fill_bytes: 180,
+        };
         vec![
             small("single", "single-event transactions", 1),
             small("batched", "transactions of 1,000", 1_000),
@@ -127,6 +134,7 @@ struct Report<'a> {
     plan: &'a Plan,
     about: Vec<String>,
     figures: Vec<Figure>,
+    warm: bool,
 }
 
 impl Report<'_> {
@@ -141,9 +149,11 @@ fn bench(plan: &Plan) -> ExitCode {
         eprintln!("no benchmark here: {reason}");
         return ExitCode::FAILURE;
     }
-    let wants_connect = ["drain/tcp/single", "drain/tcp/batched", "drain/tcp/large", "drain/tcp/one", "latency/tcp/x", "startup/tcp/x"]
-        .iter()
-        .any(|p| plan.wants(&format!("{p}/debezium")));
+    let drained = plan.workloads().into_iter().map(|w| format!("drain/tcp/{}", w.name));
+    let steady = latency::RATES_PER_S.iter().map(|(_, name)| format!("latency/tcp/{name}"));
+    let start = [format!("startup/tcp/{}", latency::FIRST_MESSAGE)];
+    let mut of_debezium = drained.chain(steady).chain(start).map(|p| format!("{p}/debezium"));
+    let wants_connect = of_debezium.any(|path| plan.wants(&path));
     let wants_veth = plan.wants("drain/veth");
     let site = Site::new(wants_veth, wants_connect);
     let mut about = vec![processes::machine(), contenders::versions(&site), format!("`{}`", plan.command)];
@@ -154,7 +164,7 @@ fn bench(plan: &Plan) -> ExitCode {
         about.push(format!("without a veth pair: {why}"));
     }
     about.iter().for_each(|line| println!("{line}"));
-    let mut report = Report { plan, about, figures: Vec::new() };
+    let mut report = Report { plan, about, figures: Vec::new(), warm: false };
 
     for workload in plan.workloads() {
         let drains = plan.drains(&workload, &site);
@@ -186,18 +196,18 @@ fn bench(plan: &Plan) -> ExitCode {
     if site.connect.is_ok() {
         steady.push(Contender::Debezium);
     }
-    for rate_per_s in [100, 1_000, 5_000] {
+    for rate in latency::RATES_PER_S {
         for contender in &steady {
-            let what = format!("latency/tcp/{rate_per_s}/{}", contender.name());
+            let what = format!("latency/tcp/{}/{}", rate.1, contender.name());
             if plan.wants(&what) {
                 let (seconds, warm_up_s) = if plan.quick { (5, 3) } else { (30, 10) };
-                let run = || latency::latency(*contender, rate_per_s, seconds, warm_up_s, &site);
+                let run = || latency::latency(*contender, rate, seconds, warm_up_s, &site);
                 report.add(attempt(&what, run));
             }
         }
     }
     for contender in &steady {
-        let what = format!("startup/tcp/x/{}", contender.name());
+        let what = format!("startup/tcp/{}/{}", latency::FIRST_MESSAGE, contender.name());
         if plan.wants(&what) {
             let times = if *contender == Contender::Tailer { 10_u64 } else { 3 };
             let times = if plan.quick { times.div_ceil(3) } else { times };
@@ -206,9 +216,14 @@ fn bench(plan: &Plan) -> ExitCode {
     }
     // Loading ten million events takes long: never in a quick run that did not ask for it.
     if plan.wants("growth") && !(plan.quick && plan.only.iter().all(String::is_empty)) {
-        for (name, events) in [("batched, short", plan.events / 2), ("batched, long", plan.events * 5)] {
-            let workload =
-                Workload { name, says: "transactions of 1,000", events, transaction_events: 1_000, fill_bytes: 180 };
+        for (name, events) in [("batched-short", plan.events / 2), ("batched-long", plan.events * 5)] {
+            let workload = Workload {
+                name,
+                says: "transactions of 1,000",
+                events,
+                transaction_events: 1_000,
+                fill_bytes: 180,
+            };
             let mut backlog = Backlog::load(backlog::server(None), workload);
             rounds(&mut report, &[(Transport::Tcp, Contender::Tailer)], &mut backlog, &site, "growth");
         }
@@ -224,6 +239,11 @@ fn rounds(
     site: &Site,
     experiment: &str,
 ) {
+    if !report.warm && !drains.is_empty() {
+        // The broker is compiled while it works, on the same two cores: that is no contender's fault.
+        drain::drain(Contender::Tailer, Transport::Tcp, backlog, site);
+        report.warm = true;
+    }
     let mut of_each: Vec<Vec<Figure>> = vec![Vec::new(); drains.len()];
     for _ in 0..report.plan.rounds {
         let mut round = Vec::new();
@@ -245,7 +265,10 @@ fn rounds(
             of_each[at].push(figure);
         }
     }
-    of_each.iter().filter(|rounds| !rounds.is_empty()).for_each(|rounds| report.add(Figure::of_rounds(rounds)));
+    of_each
+        .iter()
+        .filter(|rounds| !rounds.is_empty())
+        .for_each(|rounds| report.add(Figure::of_rounds(rounds)));
 }
 
 /// A run that fails must not take the others with it.
@@ -282,13 +305,25 @@ fn check() -> ExitCode {
         output: Path::new(servers::ROOT).join("target/bench/check"),
         command: "cargo test --bench bench".to_owned(),
     };
+    if let (Some(reason), None) = (servers::missing(), std::env::var_os("OUTBOX_TESTS_MUST_RUN")) {
+        println!("not checked: {reason}");
+        return ExitCode::SUCCESS;
+    }
     if bench(&plan) != ExitCode::SUCCESS {
         return ExitCode::FAILURE;
     }
     let text = std::fs::read_to_string(plan.output.join("results.json")).unwrap();
     let figures: Vec<serde_json::Map<String, serde_json::Value>> = serde_json::from_str(&text).unwrap();
     assert_eq!(figures.len(), 2);
-    for name in ["contender", "transport", "workload", "events_per_s", "cpu_us_per_event", "rss_peak_bytes", "ratio_to_floor"] {
+    for name in [
+        "contender",
+        "transport",
+        "workload",
+        "events_per_s",
+        "cpu_us_per_event",
+        "rss_peak_bytes",
+        "ratio_to_floor",
+    ] {
         assert!(figures.iter().all(|f| !f[name].is_null()), "{name}: {text}");
     }
     for name in ["lost", "inverted", "repeats"] {

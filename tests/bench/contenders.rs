@@ -91,7 +91,16 @@ impl Job<'_> {
     fn pg_recvlogical(&self) -> Command {
         let mut command = Command::new(Postgres::programs().join("pg_recvlogical"));
         command
-            .args(["--start", "--no-loop", "-f", "/dev/null", "-U", "postgres", "-d", self.backlog.database()])
+            .args([
+                "--start",
+                "--no-loop",
+                "-f",
+                "/dev/null",
+                "-U",
+                "postgres",
+                "-d",
+                self.backlog.database(),
+            ])
             .args(["-h", &self.host(), "-p", &self.backlog.server.port.to_string()])
             .args(["--slot", self.slot, "--endpos", &self.backlog.end.to_string()])
             .args(["-o", "proto_version=1", "-o", &format!("publication_names={PUBLICATION}")]);
@@ -289,7 +298,8 @@ pub fn versions(site: &Site) -> String {
     let postgres = first_line(Command::new(Postgres::programs().join("postgres")).arg("--version"));
     let mut text = format!("outbox-tailer {commit}, {postgres}, Apache Kafka 4.4.0");
     if let Ok(connect) = &site.connect {
-        let plugin = std::fs::read_dir(connect.join("plugins/debezium-connector-postgres")).into_iter().flatten();
+        let plugin =
+            std::fs::read_dir(connect.join("plugins/debezium-connector-postgres")).into_iter().flatten();
         let names = plugin.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
         let mut versions = names.filter_map(|name| {
             Some(name.strip_prefix("debezium-connector-postgres-")?.strip_suffix(".jar")?.to_owned())

@@ -33,10 +33,20 @@ pub fn drain(contender: Contender, transport: Transport, backlog: &mut Backlog, 
         }
         Contender::TailerMock => {
             let mock = MockBroker::start(&topic);
-            let topic = Topic { brokers: mock.brokers.clone(), name: topic, partitions: arrivals::PARTITIONS };
-            let job = Job { site, backlog, transport, slot: &slot, brokers: &mock.brokers, topic: &topic.name, linger_ms: 0 };
+            let topic =
+                Topic { brokers: mock.brokers.clone(), name: topic, partitions: arrivals::PARTITIONS };
+            let job = Job {
+                site,
+                backlog,
+                transport,
+                slot: &slot,
+                brokers: &mock.brokers,
+                topic: &topic.name,
+                linger_ms: 0,
+            };
             let command = job.prepare(contender, &folder);
-            let streaming = publish(&mut figure, backlog, &slot, &topic, mock.pid(), || Running::start(command, &folder));
+            let streaming =
+                publish(&mut figure, backlog, &slot, &topic, mock.pid(), || Running::start(command, &folder));
             // It keeps only the newest messages, so they can be counted, not read.
             let count = topic.count().cast_unsigned();
             figure.events_per_s = Some(figure.events as f64 / streaming.all_there.as_secs_f64());
@@ -50,10 +60,12 @@ pub fn drain(contender: Contender, transport: Transport, backlog: &mut Backlog, 
                 (Transport::Veth, Some(brokers)) => brokers,
                 _ => &plain,
             };
-            let job = Job { site, backlog, transport, slot: &slot, brokers, topic: &topic.name, linger_ms: 5 };
+            let job =
+                Job { site, backlog, transport, slot: &slot, brokers, topic: &topic.name, linger_ms: 5 };
             let command = job.prepare(contender, &folder);
-            let streaming =
-                publish(&mut figure, backlog, &slot, &topic, site.kafka.pid(), || Running::start(command, &folder));
+            let streaming = publish(&mut figure, backlog, &slot, &topic, site.kafka.pid(), || {
+                Running::start(command, &folder)
+            });
             check(&mut figure, backlog, &topic, Some(streaming.since_ms));
             topic.delete();
             if contender == Contender::Tailer && backlog.confirmed(&slot) < backlog.end {
@@ -109,7 +121,11 @@ pub fn publish(
     let mut streaming = Streaming::wait(backlog, slot, &process, began);
     let (mut count, mut last_progress) = (0, Instant::now());
     while count < figure.events {
-        assert!(last_progress.elapsed() < PATIENCE, "no progress at {count} events: {}", process.last_words());
+        assert!(
+            last_progress.elapsed() < PATIENCE,
+            "no progress at {count} events: {}",
+            process.last_words()
+        );
         std::thread::sleep(Duration::from_millis(50)); // polls a condition
         let now = topic.count().cast_unsigned();
         if now > count {
@@ -122,6 +138,9 @@ pub fn publish(
     let per_event = |pid, before| processes::usage(pid).map(|u| (u.cpu_s - before) * 1e6 / events);
     figure.cpu_us_per_event = per_event(process.pid(), 0.0);
     figure.walsender_cpu_us_per_event = per_event(streaming.walsender, 0.0);
+    if figure.walsender_cpu_us_per_event.is_none() {
+        figure.fail("it lost its connection on the way");
+    }
     figure.broker_cpu_us_per_event = per_event(broker, broker_before);
     figure.rss_peak_bytes = processes::rss_peak_bytes(process.pid());
     if let Err(e) = process.stop() {
@@ -138,7 +157,15 @@ pub fn outage(backlog: &mut Backlog, site: &Site, seconds: u64) -> Figure {
     figure.events = backlog.workload.events;
     let topic = arrivals::create_topic(&kafka.brokers(), &slot);
     let folder = servers::folder(contender.name());
-    let job = Job { site, backlog, transport, slot: &slot, brokers: &topic.brokers, topic: &topic.name, linger_ms: 5 };
+    let job = Job {
+        site,
+        backlog,
+        transport,
+        slot: &slot,
+        brokers: &topic.brokers,
+        topic: &topic.name,
+        linger_ms: 5,
+    };
     let mut process = Running::start(job.prepare(contender, &folder), &folder);
     let reaches = |process: &Running, events: u64| {
         within(Duration::from_secs(300), "the events arrive", &mut || {
@@ -210,4 +237,3 @@ impl Streaming {
 pub fn now_ms() -> i64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_millis().try_into().unwrap()
 }
-

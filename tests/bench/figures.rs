@@ -24,6 +24,8 @@ pub struct Figure {
     pub slot_after_ms: Option<f64>,
     /// User and system time of the contender's process, its start included.
     pub cpu_us_per_event: Option<f64>,
+    pub cpu_ratio_to_walsender: Option<f64>,
+    pub cpu_ratio_to_debezium: Option<f64>,
     pub walsender_cpu_us_per_event: Option<f64>,
     pub broker_cpu_us_per_event: Option<f64>,
     pub rss_peak_bytes: Option<u64>,
@@ -72,15 +74,21 @@ impl Figure {
         }
     }
 
-    /// Sets the ratios to those of the same round that drained the same.
+    /// Sets the ratios to what drained the same in the same round, and to its own walsender.
     pub fn compare(&mut self, round: &[Figure]) {
-        let rate = |contender: &str, transport: &str| {
-            let same = |f: &&Figure| f.contender == contender && f.transport == transport && f.workload == self.workload;
-            round.iter().find(same)?.events_per_s
+        let other = |contender: &str, transport: &str| {
+            let same = |f: &&Figure| {
+                f.contender == contender && f.transport == transport && f.workload == self.workload
+            };
+            round.iter().find(same)
         };
-        let ratio = |other: Option<f64>| Some(self.events_per_s? / other?);
-        (self.ratio_to_floor, self.ratio_to_debezium) =
-            (ratio(rate("pg_recvlogical", &self.transport)), ratio(rate("debezium", "tcp")));
+        let ratio = |mine: Option<f64>, other: Option<f64>| Some(mine? / other?);
+        let floor = other("pg_recvlogical", &self.transport).and_then(|f| f.events_per_s);
+        let debezium = other("debezium", "tcp");
+        self.ratio_to_floor = ratio(self.events_per_s, floor);
+        self.ratio_to_debezium = ratio(self.events_per_s, debezium.and_then(|f| f.events_per_s));
+        self.cpu_ratio_to_debezium = ratio(self.cpu_us_per_event, debezium.and_then(|f| f.cpu_us_per_event));
+        self.cpu_ratio_to_walsender = ratio(self.cpu_us_per_event, self.walsender_cpu_us_per_event);
     }
 
     /// One line for who watches.
@@ -126,6 +134,8 @@ impl Figure {
             first_100_000_events_per_s: numbers(|f| f.first_100_000_events_per_s),
             slot_after_ms: numbers(|f| f.slot_after_ms),
             cpu_us_per_event: numbers(|f| f.cpu_us_per_event),
+            cpu_ratio_to_walsender: numbers(|f| f.cpu_ratio_to_walsender),
+            cpu_ratio_to_debezium: numbers(|f| f.cpu_ratio_to_debezium),
             walsender_cpu_us_per_event: numbers(|f| f.walsender_cpu_us_per_event),
             broker_cpu_us_per_event: numbers(|f| f.broker_cpu_us_per_event),
             rss_peak_bytes: worst(|f| f.rss_peak_bytes),

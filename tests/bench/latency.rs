@@ -36,11 +36,20 @@ struct Times {
     committed: Vec<AtomicI64>,
 }
 
-pub fn latency(contender: Contender, rate_per_s: u64, seconds: u64, warm_up_s: u64, site: &Site) -> Figure {
+/// Names of the workloads.
+pub const FIRST_MESSAGE: &str = "first_message";
+pub const RATES_PER_S: [(u64, &str); 3] = [(100, "100_per_s"), (1_000, "1000_per_s"), (5_000, "5000_per_s")];
+
+pub fn latency(
+    contender: Contender,
+    (rate_per_s, workload): (u64, &str),
+    seconds: u64,
+    warm_up_s: u64,
+    site: &Site,
+) -> Figure {
     let events = rate_per_s * (warm_up_s + seconds);
     let mut bench = Bench::new(events, site);
-    let workload = format!("{rate_per_s}/s");
-    let mut figure = Figure::new("latency", contender.name(), Transport::Tcp.name(), &workload);
+    let mut figure = Figure::new("latency", contender.name(), Transport::Tcp.name(), workload);
     figure.events = events;
     let process = bench.start(contender, site);
     bench.wait_until_streaming(&process);
@@ -110,7 +119,7 @@ pub fn latency(contender: Contender, rate_per_s: u64, seconds: u64, warm_up_s: u
 
 /// An event is waiting; the process is started; a consumer that is already there has the message.
 pub fn start_up(contender: Contender, times: u64, site: &Site) -> Figure {
-    let mut figure = Figure::new("startup", contender.name(), Transport::Tcp.name(), "one event waiting");
+    let mut figure = Figure::new("startup", contender.name(), Transport::Tcp.name(), FIRST_MESSAGE);
     figure.events = times;
     let mut bench = Bench::new(times, site);
     let consumer = arrivals::consumer(&site.kafka.brokers(), &bench.topic.name);

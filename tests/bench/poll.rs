@@ -9,8 +9,8 @@ use crate::contenders::Running;
 use crate::figures::Figure;
 use crate::site::Site;
 use crate::support::poller::{Poller, TABLES};
-use crate::support::tally::{NUMBERED, Tally};
 use crate::support::servers;
+use crate::support::tally::{NUMBERED, Tally};
 use crate::{drain, processes};
 
 const AT_ONCE: usize = 4;

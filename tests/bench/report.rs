@@ -28,9 +28,12 @@ const CHARTS: &[(&str, &str, &str, Get)] = &[
         (f.experiment == "drain").then_some(f.cpu_us_per_event)?
     }),
     ("memory", "Peak memory", "MB", |f| {
-        (["drain", "outage"].contains(&f.experiment.as_str())).then(|| Some(f.rss_peak_bytes? as f64 / 1e6))?
+        (["drain", "outage"].contains(&f.experiment.as_str()))
+            .then(|| Some(f.rss_peak_bytes? as f64 / 1e6))?
     }),
-    ("latency-p50", "COMMIT to readable, median", "ms", |f| (f.experiment == "latency").then_some(f.p50_ms)?),
+    ("latency-p50", "COMMIT to readable, median", "ms", |f| {
+        (f.experiment == "latency").then_some(f.p50_ms)?
+    }),
     ("latency-p99", "COMMIT to readable, 99 of 100", "ms", |f| {
         (f.experiment == "latency").then_some(f.p99_ms)?
     }),
@@ -40,7 +43,9 @@ const CHARTS: &[(&str, &str, &str, Get)] = &[
 ];
 
 fn markdown(figures: &[Figure], about: &[String]) -> String {
-    let mut text = "# Benchmarks\n\nMade by `make bench`; how to read the figures is said above each table.\n\n".to_owned();
+    let mut text =
+        "# Benchmarks\n\nMade by `make bench`; how to read the figures is said above each table.\n\n"
+            .to_owned();
     for line in about {
         writeln!(text, "- {line}").unwrap();
     }
@@ -65,17 +70,20 @@ fn markdown(figures: &[Figure], about: &[String]) -> String {
              time of the whole process, its start included.",
             &["drain", "cpu", "memory"],
         );
-        text.push_str("| transport | workload | contender | events/s | × floor | × Debezium | CPU µs/event | walsender µs/event | broker µs/event | peak MB | lost / inverted / repeats |\n|---|---|---|---|---|---|---|---|---|---|---|\n");
+        text.push_str("| transport | workload | contender | events/s | × floor | × Debezium | CPU µs/event | × walsender's | × Debezium's | walsender µs/event | broker µs/event | peak MB | lost / inverted / repeats |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
         for f in drains {
             let oracle = match (f.lost, f.repeats) {
                 (Some(lost), Some(repeats)) => {
-                    format!("{lost} / {} / {repeats}", f.inverted.map_or_else(|| "–".to_owned(), |n| n.to_string()))
+                    format!(
+                        "{lost} / {} / {repeats}",
+                        f.inverted.map_or_else(|| "–".to_owned(), |n| n.to_string())
+                    )
                 }
                 _ => "–".to_owned(),
             };
             writeln!(
                 text,
-                "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {oracle}{} |",
+                "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {oracle}{} |",
                 f.transport,
                 f.workload,
                 f.contender,
@@ -83,6 +91,8 @@ fn markdown(figures: &[Figure], about: &[String]) -> String {
                 cell(f.ratio_to_floor, 2),
                 cell(f.ratio_to_debezium, 2),
                 cell(f.cpu_us_per_event, 2),
+                cell(f.cpu_ratio_to_walsender, 2),
+                cell(f.cpu_ratio_to_debezium, 3),
                 cell(f.walsender_cpu_us_per_event, 2),
                 cell(f.broker_cpu_us_per_event, 2),
                 cell(f.rss_peak_bytes.map(|b| b as f64 / 1e6), 1),
@@ -90,7 +100,8 @@ fn markdown(figures: &[Figure], about: &[String]) -> String {
             )
             .unwrap();
         }
-        let cold = figures.iter().filter(|f| f.contender == "debezium" && f.first_100_000_events_per_s.is_some());
+        let cold =
+            figures.iter().filter(|f| f.contender == "debezium" && f.first_100_000_events_per_s.is_some());
         for f in cold {
             writeln!(
                 text,
@@ -149,7 +160,8 @@ fn markdown(figures: &[Figure], about: &[String]) -> String {
             section(&mut text, title, says, &[]);
             text.push_str("| workload | events | CPU µs/event | peak MB |\n|---|---|---|---|\n");
             for f in rows {
-                let (cpu, rss) = (cell(f.cpu_us_per_event, 2), cell(f.rss_peak_bytes.map(|b| b as f64 / 1e6), 1));
+                let (cpu, rss) =
+                    (cell(f.cpu_us_per_event, 2), cell(f.rss_peak_bytes.map(|b| b as f64 / 1e6), 1));
                 writeln!(text, "| {} | {} | {cpu} | {rss}{} |", f.workload, f.events, failure(f)).unwrap();
             }
         }
@@ -165,10 +177,15 @@ fn failure(f: &Figure) -> String {
 fn cell(number: Option<f64>, decimals: usize) -> String {
     let Some(number) = number else { return "–".to_owned() };
     let text = format!("{number:.decimals$}");
-    let (whole, rest) = text.split_once('.').map_or((text.as_str(), String::new()), |(w, r)| (w, format!(".{r}")));
+    let (whole, rest) =
+        text.split_once('.').map_or((text.as_str(), String::new()), |(w, r)| (w, format!(".{r}")));
     let mut grouped = String::new();
     for (i, digit) in whole.chars().enumerate() {
-        if i > 0 && digit.is_ascii_digit() && whole[..i].ends_with(|c: char| c.is_ascii_digit()) && (whole.len() - i) % 3 == 0 {
+        if i > 0
+            && digit.is_ascii_digit()
+            && whole[..i].ends_with(|c: char| c.is_ascii_digit())
+            && (whole.len() - i) % 3 == 0
+        {
             grouped.push(',');
         }
         grouped.push(digit);

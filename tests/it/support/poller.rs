@@ -26,7 +26,8 @@ CREATE INDEX outbox_pending ON outbox_event (order_id, revision) WHERE published
 
 const LOCK_ORDER: &str = "SELECT o.order_id FROM outbox_event e JOIN sales_order o USING (order_id)
     WHERE e.published_at IS NULL ORDER BY e.order_id, e.revision LIMIT 1 FOR UPDATE OF o SKIP LOCKED";
-const FIRST_PENDING: &str = "SELECT event_id::text, revision::text, event_type, payload::text FROM outbox_event
+const FIRST_PENDING: &str =
+    "SELECT event_id::text, revision::text, event_type, payload::text FROM outbox_event
     WHERE order_id = $1 AND published_at IS NULL ORDER BY revision LIMIT 1";
 const MARK: &str = "UPDATE outbox_event SET published_at = now() WHERE event_id = $1::text::uuid";
 
