@@ -18,5 +18,5 @@ fn main() {
 fn stage(bencher: Bencher<'_, '_>, name: &str) {
     let (_, stage) = STAGES.iter().find(|(known, _)| *known == name).unwrap();
     let mut bencher = Some(bencher.counter(ItemsCount::new(EVENTS)));
-    stage(&mut |round| bencher.take().unwrap().bench_local(|| round()));
+    stage(&mut |round| bencher.take().unwrap().bench_local(round));
 }

@@ -180,7 +180,7 @@ fn cell(number: Option<f64>, decimals: usize) -> String {
     let (whole, rest) =
         text.split_once('.').map_or((text.as_str(), String::new()), |(w, r)| (w, format!(".{r}")));
     let mut grouped = String::new();
-    for (i, digit) in whole.chars().enumerate() {
+    for (i, digit) in whole.char_indices() {
         if i > 0
             && digit.is_ascii_digit()
             && whole[..i].ends_with(|c: char| c.is_ascii_digit())

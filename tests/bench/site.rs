@@ -19,7 +19,7 @@ impl Site {
     pub fn new(wants_veth: bool, wants_connect: bool) -> Self {
         let unwanted = || "not asked for".to_owned();
         let veth = if wants_veth { Veth::new() } else { Err(unwanted()) };
-        let connect = if wants_connect { servers::fetch_connect() } else { Err(unwanted()) };
+        let connect = if wants_connect { fetch_connect() } else { Err(unwanted()) };
         let port = servers::free_port();
         let listeners = veth.as_ref().map(|veth| {
             let far = format!("{}:{port}", veth.address);
@@ -32,6 +32,14 @@ impl Site {
         };
         Site { kafka, brokers_for_veth: listeners.ok().map(|(_, far)| far), veth, connect }
     }
+}
+
+fn fetch_connect() -> Result<PathBuf, String> {
+    let script = format!("{}/scripts/connect.sh", servers::ROOT);
+    let output = Command::new(script).arg("fetch").output().map_err(|e| e.to_string())?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    let fetched = text(&output.stdout).lines().last().map(PathBuf::from);
+    fetched.filter(|_| output.status.success()).ok_or_else(|| text(&output.stderr))
 }
 
 /// A network namespace, joined to ours by a veth pair; removed when dropped.

@@ -39,14 +39,6 @@ pub fn missing() -> Option<String> {
     None
 }
 
-/// Kafka Connect and Debezium, or why they are not to be had here.
-pub fn fetch_connect() -> Result<PathBuf, String> {
-    let output = script("connect.sh", &["fetch"]);
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
-    let fetched = text(&output.stdout).lines().last().map(PathBuf::from);
-    fetched.filter(|_| output.status.success()).ok_or_else(|| text(&output.stderr))
-}
-
 /// Where the programs of a version are; all client programs only come with 18.6.
 pub fn programs_of(version: &str) -> PathBuf {
     PathBuf::from(must("postgres.sh", &["fetch", version])).join("bin")
