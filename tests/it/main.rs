@@ -6,6 +6,7 @@ mod support;
 
 mod messages;
 mod mistakes;
+mod oracles;
 mod refusals;
 mod servers_fail;
 mod setup;
@@ -35,9 +36,10 @@ fn main() {
         eprintln!("the tests on real servers are not run: {reason}");
         assert!(std::env::var_os("OUTBOX_TESTS_MUST_RUN").is_none(), "they must run here");
     }
-    let groups: [(&str, &[Test]); 8] = [
+    let groups: [(&str, &[Test]); 9] = [
         ("messages", messages::TESTS),
         ("mistakes", mistakes::TESTS),
+        ("oracles", oracles::TESTS),
         ("refusals", refusals::TESTS),
         ("servers_fail", servers_fail::TESTS),
         ("setup", setup::TESTS),

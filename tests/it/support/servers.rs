@@ -39,6 +39,11 @@ pub fn missing() -> Option<String> {
     None
 }
 
+/// Where the programs of a version are; all client programs only come with 18.6.
+pub fn programs_of(version: &str) -> PathBuf {
+    PathBuf::from(must("postgres.sh", &["fetch", version])).join("bin")
+}
+
 /// A folder of this test run that an unprivileged server can use.
 pub fn folder(name: &str) -> PathBuf {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
@@ -143,7 +148,7 @@ impl Postgres {
 
     /// Where the programs of version 18.6 are.
     pub fn programs() -> PathBuf {
-        PathBuf::from(must("postgres.sh", &["fetch", "18.6"])).join("bin")
+        programs_of("18.6")
     }
 
     pub fn log(&self) -> String {
