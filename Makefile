@@ -1,10 +1,12 @@
 # Everything is fetched and started by scripts/, below .dev/; see the README.
 
-.PHONY: help demo test clean
+.PHONY: help demo test bench bench-instructions clean
 
 help:
 	@echo 'make demo [EVENTS=n] [RATE=n]   watch orders become messages; ends after n events, else at Ctrl-C'
 	@echo 'make test                       everything that must hold: format, lints, docs, all tests'
+	@echo 'make bench [QUICK=1] [ONLY=path]  measure against pg_recvlogical and Debezium (about an hour)'
+	@echo 'make bench-instructions         instructions of each stage of the core, against those on record'
 	@echo 'make clean                      remove what was fetched and built'
 
 demo:
@@ -12,6 +14,12 @@ demo:
 
 test:
 	@scripts/test.sh
+
+bench:
+	@QUICK='$(QUICK)' ONLY='$(ONLY)' EVENTS='$(EVENTS)' ROUNDS='$(ROUNDS)' scripts/bench.sh
+
+bench-instructions:
+	@RECORD='$(RECORD)' cargo bench --quiet --no-default-features --bench instructions
 
 clean:
 	rm -rf .dev target

@@ -41,3 +41,4 @@ suite "core alone" 3 core_stands_alone
 suite "unit tests" 3 cargo test --quiet --lib --bins --features "$features"
 suite "containers" 1 cargo test --quiet --test docker --features "$features"
 suite "real servers" 15 cargo test --test it --features "$features"
+suite "the benchmark still works" 2 cargo test --quiet --bench bench --features "$features"

@@ -61,6 +61,14 @@ impl Refusal {
     }
 }
 
+impl Refusal {
+    /// Gone are events that were never streamed, and no later look at the server shows it: such a
+    /// refusal outlives the process.
+    pub fn from_name_of_lasting(name: &str) -> Option<Self> {
+        [Refusal::Gap, Refusal::Publication].into_iter().find(|refusal| refusal.name() == name)
+    }
+}
+
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {

@@ -176,7 +176,7 @@ pub async fn skips(client: &Client, slot: &str) -> Result<BTreeSet<(Place, Strin
 /// Takes the slot over: a worker of an older epoch can move the position no more.
 ///
 /// The new epoch is greater than the row's and than `known`, which a lost primary may have issued.
-/// Gives it.
+/// Gives it. `confirmed` is the position from now on (see [`crate::startcheck::Start`]).
 ///
 /// # Errors
 /// A wait when another worker was faster.
@@ -184,24 +184,22 @@ pub async fn take(
     client: &Client,
     slot: &str,
     row: &Row,
+    confirmed: Lsn,
     known: i64,
     timeline: u32,
     instance: &str,
 ) -> Result<i64> {
     let sql = "UPDATE outbox_tailer.position
-               SET epoch = greatest(epoch, $5) + 1, instance = $3, timeline = $4, refusal = NULL, updated_at = now()
-               WHERE slot = $1 AND epoch = $2 RETURNING epoch, confirmed_lsn";
+               SET epoch = greatest(epoch, $5) + 1, instance = $3, timeline = $4, confirmed_lsn = $6,
+                   refusal = NULL, updated_at = now()
+               WHERE slot = $1 AND epoch = $2 AND confirmed_lsn = $7 RETURNING epoch";
     let timeline = i64::from(timeline);
     let taken = client
-        .query_opt(sql, &[&slot, &row.epoch, &instance, &timeline, &known])
+        .query_opt(sql, &[&slot, &row.epoch, &instance, &timeline, &known, &confirmed, &row.confirmed])
         .await
         .map_err(|e| sql_error("cannot take the position", e))?;
-    let taken = taken.ok_or_else(|| Error::wait("another worker took the position at the same time"))?;
-    let confirmed: Lsn = taken.get(1);
-    if confirmed != row.confirmed {
-        return Err(Error::wait("the position was moved while we were starting"));
-    }
-    Ok(taken.get(0))
+    let faster = || Error::wait("another worker took or moved the position at the same time");
+    Ok(taken.ok_or_else(faster)?.get(0))
 }
 
 /// Records the Kafka cluster and the number of partitions over which keys are placed.
@@ -531,7 +529,22 @@ fn system_time(postgres_micros: i64) -> std::time::SystemTime {
     if postgres_micros >= 0 { epoch + offset } else { epoch - offset }
 }
 
-/// What the position row keeps of a refusal.
-pub fn refusal_record(refusal: Refusal, error: &Error) -> Value {
-    json!({ "kind": refusal.name(), "message": error.line(), "detail": error.detail })
+/// What the position row keeps of a refusal. `decision`: the newest audit record when it was made.
+pub fn refusal_record(refusal: Refusal, error: &Error, decision: Option<i64>) -> Value {
+    json!({ "kind": refusal.name(), "message": error.line(), "detail": error.detail, "decision": decision })
+}
+
+/// The refusal that an earlier process has left in the row and that nothing but a start-over clears.
+///
+/// # Errors
+/// By SQLSTATE.
+pub async fn standing_refusal(client: &Client, slot: &str, record: &Value) -> Result<Option<Error>> {
+    let Some(refusal) = record["kind"].as_str().and_then(Refusal::from_name_of_lasting) else {
+        return Ok(None);
+    };
+    let Some(decision) = record["decision"].as_i64() else { return Ok(None) };
+    // The record may have been written beside a start-over.
+    let (_, started_over) = last_decision(client, slot, decision).await?;
+    let message = record["message"].as_str().unwrap_or_default();
+    Ok((!started_over).then(|| Error::refusal(refusal, message).with_detail(record["detail"].clone())))
 }

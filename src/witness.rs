@@ -8,13 +8,13 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rdkafka::Offset;
-use rdkafka::TopicPartitionList;
 use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::Message;
 use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::{ClientContext, Offset, TopicPartitionList};
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 
@@ -145,7 +145,10 @@ pub async fn prepare(config: &Config) -> Result<Option<String>> {
         let unanswered = |e| Error::wait(format!("Kafka does not make topic {topic}, the witness")).because(e);
         let results = admin.create_topics([&new], &options).await.map_err(unanswered)?;
         match results.into_iter().next() {
-            Some(Ok(_)) => Ok(Some(format!("made topic {topic}, the witness"))),
+            Some(Ok(_)) => {
+                become_known(&config.kafka, topic).await?;
+                Ok(Some(format!("made topic {topic}, the witness")))
+            }
             Some(Err((_, RDKafkaErrorCode::TopicAlreadyExists))) => Ok(None),
             Some(Err((_, code))) => Err(Error::mistake(format!(
                 "Kafka does not make topic {topic}, the witness: {code}; make it by hand (one partition, cleanup.policy=compact), or set witness.kind"
@@ -156,6 +159,19 @@ pub async fn prepare(config: &Config) -> Result<Option<String>> {
     .await;
     tokio::task::spawn_blocking(move || drop(admin));
     made
+}
+
+/// A topic is made before every broker knows it.
+async fn become_known(kafka: &Kafka, topic: &str) -> Result<()> {
+    let mut tries = 0;
+    while let Err(e) = kafka::preflight(kafka, vec![topic.to_owned()]).await {
+        tries += 1;
+        if tries == 50 {
+            return Err(e);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    Ok(())
 }
 
 fn unavailable(what: &str, e: impl std::error::Error + Send + Sync + 'static) -> Error {
@@ -170,6 +186,23 @@ fn read_file(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
+type Reader = BaseConsumer<Quiet>;
+
+/// Each error comes as a result, too.
+struct Quiet;
+
+impl ClientContext for Quiet {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
+        tracing::debug!(?level, facility, message, "librdkafka");
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        tracing::debug!(%error, reason, "Kafka");
+    }
+}
+
+impl ConsumerContext for Quiet {}
+
 /// The last record of the key in the topic's only partition.
 fn read_topic(kafka: &Kafka, topic: &str, key: &str) -> Result<Option<Vec<u8>>> {
     let mut config = kafka::client_config(kafka)?;
@@ -179,7 +212,7 @@ fn read_topic(kafka: &Kafka, topic: &str, key: &str) -> Result<Option<Vec<u8>>> 
     config.set("group.id", "outbox-tailer-witness").set("enable.auto.commit", "false");
     config.set("enable.partition.eof", "true").set("isolation.level", "read_uncommitted");
     let failed = |e: KafkaError| unavailable(&format!("topic {topic} cannot be read"), e);
-    let consumer: BaseConsumer = config.create().map_err(failed)?;
+    let consumer: Reader = config.create_with_context(Quiet).map_err(failed)?;
     let (low, high) = match consumer.fetch_watermarks(topic, 0, ASK_TIMEOUT) {
         Ok(marks) => marks,
         Err(e)
@@ -208,7 +241,7 @@ fn read_topic(kafka: &Kafka, topic: &str, key: &str) -> Result<Option<Vec<u8>>> 
 
 /// The last record of the key at offsets `from..end`.
 fn scan(
-    consumer: &BaseConsumer,
+    consumer: &Reader,
     topic: &str,
     key: &str,
     from: i64,
@@ -295,7 +328,6 @@ impl Writer {
                 }
                 // One record at a time, small, at once.
                 client.set("acks", "all").set("linger.ms", "0").set("compression.type", "none");
-                client.set("message.timeout.ms", "0");
                 let producer = client.create().map_err(kafka::property_error)?;
                 Some(Writer::Kafka { producer, topic: topic.clone() })
             }

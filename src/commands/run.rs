@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio_postgres::Client;
 
-use crate::config::{Config, TableConfig};
+use crate::config::{Config, TableConfig, Witness};
 use crate::descriptor::{Descriptor, Difference};
 use crate::error::{Error, Kind, Refusal, Result};
 use crate::kafka::{self, Preflight, Producer};
@@ -19,7 +19,7 @@ use crate::relay::truth::Truth;
 use crate::relay::{Lsn, Relay, Table};
 use crate::session::{Outcome, Session};
 use crate::source;
-use crate::startcheck::{self, Facts, Held, Slot};
+use crate::startcheck::{self, Facts, Held, NoStart, Slot, System};
 use crate::witness::{self, Notary, Writer};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
@@ -41,6 +41,11 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
         kafka = config.kafka.brokers,
         "outbox-tailer starts"
     );
+    if config.witness == Witness::None {
+        tracing::warn!(
+            "witness.kind is none: events that a failover or a restored copy has lost show only while this process runs"
+        );
+    }
     let mut memory = Memory::default();
     // From then on a mistake is waited out: nobody is there to read it.
     let mut settled = false;
@@ -73,7 +78,7 @@ pub async fn run(config: &Config, mut stop: watch::Receiver<bool>) -> Result<()>
             Kind::Mistake if !settled => return Err(error),
             Kind::Refusal(refusal) => {
                 if config.worker.exit_on_refusal {
-                    leave_word(config, refusal, &error).await;
+                    leave_word(config, refusal, &error, memory.decision).await;
                     return Err(error);
                 }
                 refused(config, refusal, &error, memory.decision, &mut stop).await;
@@ -151,21 +156,28 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
     // C before P: whatever is confirmed was persisted before.
     let slot = read_slot(&sql.client, slot_name).await?;
     let row = position::read(&sql.client, slot_name).await?;
+    if let Some(record) = row.as_ref().and_then(|row| row.refusal.as_ref())
+        && let Some(refusal) = position::standing_refusal(&sql.client, slot_name, record).await?
+    {
+        return Err(refusal);
+    }
     let mut replication = source::Session::connect(&config.postgres, &sql.endpoint).await?;
     let system = replication.identify_system().await?;
     let history = replication.timeline_history(system.timeline).await?;
     let database = database(&sql.client).await?;
     let remembered: Vec<Held> = memory.held.iter().cloned().collect();
-    let facts = |slot, held| Facts {
-        slot_name,
-        database: &database,
-        system: &system,
-        history: &history,
-        slot,
-        row: row.as_ref().map(position::Row::persisted),
-        held,
+    let judge = |slot: Option<&Slot>, row: Option<&position::Row>, system: &System, held: &[Held]| {
+        let row = row.map(position::Row::persisted);
+        let (database, history) = (&database, &history);
+        startcheck::judge(&Facts { slot_name, database, system, history, slot, row, held })
     };
-    startcheck::judge(&facts(slot.as_ref(), &remembered)).map_err(Error::no_start)?;
+    match judge(slot.as_ref(), row.as_ref(), &system, &remembered) {
+        // The witness may know that it was us; it lies where the events are, and Kafka comes last.
+        Err(NoStart::Ahead(_)) if config.witness != Witness::None => {}
+        judged => {
+            judged.map_err(Error::no_start)?;
+        }
+    }
     let row = row.as_ref().ok_or_else(|| Error::bug("the start check passed without a position row"))?;
     let accepted = check_publication(&sql, config, row.descriptor.clone(), &row.publication).await?;
     check_columns(&sql.client, &config.tables).await?;
@@ -182,7 +194,11 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
 
     let witness = witness::read(config, &system.identifier).await?;
     let held: Vec<Held> = remembered.iter().cloned().chain(witness.map(Held::from)).collect();
-    let start = startcheck::judge(&facts(slot.as_ref(), &held)).map_err(Error::no_start)?;
+    // W before P, too: another worker may have moved all of them since the first look.
+    let gone = || Error::wait("the position row is gone");
+    let row = &position::read(&sql.client, slot_name).await?.ok_or_else(gone)?;
+    let system = replication.identify_system().await?;
+    let start = judge(slot.as_ref(), Some(row), &system, &held).map_err(Error::no_start)?;
     if let Some((from, to)) = start.phantom {
         tracing::error!(
             phantom_from = %from,
@@ -202,13 +218,17 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
         }
         slot.active_pid = None;
     }
-    startcheck::judge(&facts(ours.as_ref(), &held)).map_err(Error::no_start)?;
+    let now = position::read(&sql.client, slot_name).await?;
+    if now.is_none_or(|now| (now.epoch, now.confirmed) != (row.epoch, row.confirmed)) {
+        return Err(Error::wait("another worker moved the position while we were starting"));
+    }
+    let confirmed = judge(ours.as_ref(), Some(row), &system, &held).map_err(Error::no_start)?.from;
     // Whoever had it before can move the position no more.
     let known = held.iter().map(|held| held.epoch).max().unwrap_or(0);
     // A host name and a process id may be those of another container.
     let instance = format!("{}/{:08x}", config.worker.instance, fastrand::u32(..));
-    let epoch = position::take(&sql.client, slot_name, row, known, system.timeline, &instance).await?;
-    let confirmed = row.confirmed;
+    let epoch =
+        position::take(&sql.client, slot_name, row, confirmed, known, system.timeline, &instance).await?;
     let record = witness::Record {
         slot: slot_name.clone(),
         system_identifier: system.identifier.clone(),
@@ -416,7 +436,7 @@ async fn refused(
     tracing::error!(ready = false, refusal = refusal.name(), detail = %error.detail, "refused: {}", error.line());
     let mut told = false;
     while !*stop.borrow() {
-        match decision(config, refusal, error, &mut told).await {
+        match decision(config, refusal, error, seen, &mut told).await {
             Ok(last) if seen.is_some_and(|seen| seen != last) => {
                 tracing::info!("an operator has decided; checking again");
                 return;
@@ -432,20 +452,26 @@ async fn refused(
 }
 
 /// The newest decision of an operator.
-async fn decision(config: &Config, refusal: Refusal, error: &Error, told: &mut bool) -> Result<i64> {
+async fn decision(
+    config: &Config,
+    refusal: Refusal,
+    error: &Error,
+    seen: Option<i64>,
+    told: &mut bool,
+) -> Result<i64> {
     let sql = postgres::connect(&config.postgres).await?;
     let (last, _) = position::last_decision(&sql.client, &config.postgres.slot, i64::MAX).await?;
     // A row that a newer version has made is not for us to write.
     if !*told && refusal != Refusal::Schema {
-        let record = position::refusal_record(refusal, error);
+        let record = position::refusal_record(refusal, error, seen);
         *told = position::record_refusal(&sql.client, &config.postgres.slot, &record).await?;
     }
     Ok(last)
 }
 
 /// Records the refusal for the operator's commands; the log has it anyway.
-async fn leave_word(config: &Config, refusal: Refusal, error: &Error) {
-    if let Err(e) = decision(config, refusal, error, &mut false).await {
+async fn leave_word(config: &Config, refusal: Refusal, error: &Error, seen: Option<i64>) {
+    if let Err(e) = decision(config, refusal, error, seen, &mut false).await {
         tracing::warn!("cannot record the refusal: {}", e.line());
     }
 }

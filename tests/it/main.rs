@@ -6,11 +6,13 @@ mod support;
 
 mod messages;
 mod mistakes;
+mod oracles;
 mod refusals;
 mod servers_fail;
 mod setup;
 mod steady;
 mod transactions;
+mod witness;
 
 use libtest_mimic::{Arguments, Trial};
 
@@ -34,14 +36,16 @@ fn main() {
         eprintln!("the tests on real servers are not run: {reason}");
         assert!(std::env::var_os("OUTBOX_TESTS_MUST_RUN").is_none(), "they must run here");
     }
-    let groups: [(&str, &[Test]); 7] = [
+    let groups: [(&str, &[Test]); 9] = [
         ("messages", messages::TESTS),
         ("mistakes", mistakes::TESTS),
+        ("oracles", oracles::TESTS),
         ("refusals", refusals::TESTS),
         ("servers_fail", servers_fail::TESTS),
         ("setup", setup::TESTS),
         ("steady", steady::TESTS),
         ("transactions", transactions::TESTS),
+        ("witness", witness::TESTS),
     ];
     let trials = groups
         .into_iter()

@@ -496,6 +496,14 @@ fn a_position_raised_by_hand_past_what_was_asked_for_is_refused() {
         };
         let said = worker.refuses("gap");
         assert!(said.contains(says), "{said}");
+        // A new process has no memory, and remembers all the same.
+        eventually("the refusal is in the row", || {
+            bed.value::<bool>("SELECT refusal IS NOT NULL FROM outbox_tailer.position").then_some(())
+        });
+        worker.kill();
+        worker = bed.start();
+        let again = worker.refuses("gap");
+        assert_eq!(again, said);
         starts_over(&mut bed, &mut worker);
     }
 }

@@ -39,7 +39,7 @@ fn a_steady_stream_keeps_every_promise() {
 
 fn the_primary_is_found_among_dead_hosts_and_standbys() {
     let primary = Arc::new(Postgres::start(&[]));
-    let standby = Postgres::standby_of(&primary);
+    let standby = Postgres::standby_of(&primary, &[]);
     let mut bed = Bed::on(primary, servers::shared_kafka());
     bed.init();
     let dead = servers::free_port();

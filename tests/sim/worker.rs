@@ -220,7 +220,9 @@ impl Prepare {
                 self.held = memory.iter().cloned().collect();
                 match self.judge(self.slot.as_ref()) {
                     Err(NoStart::Ahead(_)) if env.settings.witness => {} // it may know
-                    judged => drop(judged?),
+                    judged => {
+                        judged?;
+                    }
                 }
             }
             // W before P, too.

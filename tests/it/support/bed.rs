@@ -73,6 +73,7 @@ pub struct Settings {
     pub postgres: String,
     pub kafka: String,
     pub properties: String,
+    pub witness: String,
     pub worker: String,
     /// Whole `[[outbox]]` tables; empty means the order outbox with the test's topic.
     pub outbox: String,
@@ -144,8 +145,8 @@ impl Bed {
         writeln!(text, "{}\n[kafka]\nbrokers = {:?}\n{}", s.postgres, self.brokers, s.kafka).unwrap();
         writeln!(
             text,
-            "[kafka.properties]\n{}\n[worker]\nreconnect_max_ms = 1000\n{}",
-            s.properties, s.worker
+            "[kafka.properties]\n{}\n[witness]\n{}\n[worker]\nreconnect_max_ms = 1000\n{}",
+            s.properties, s.witness, s.worker
         )
         .unwrap();
         if s.outbox.is_empty() {
@@ -208,6 +209,14 @@ impl Bed {
         let mut worker = self.start();
         worker.streams();
         worker
+    }
+
+    /// Goes on with another server that has the same database; the worker too, from its next start on.
+    pub fn move_to(&mut self, server: Arc<Postgres>) {
+        self.settings.url = server.url(&self.database);
+        self.write_config();
+        self.postgres = server;
+        self.client = self.postgres.connect(&self.database);
     }
 
     pub fn connect(&self) -> Client {

@@ -39,6 +39,11 @@ pub fn missing() -> Option<String> {
     None
 }
 
+/// Where the programs of a version are; all client programs only come with 18.6.
+pub fn programs_of(version: &str) -> PathBuf {
+    PathBuf::from(must("postgres.sh", &["fetch", version])).join("bin")
+}
+
 /// A folder of this test run that an unprivileged server can use.
 pub fn folder(name: &str) -> PathBuf {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
@@ -88,19 +93,33 @@ impl Postgres {
         Postgres { version: version.to_owned(), data, port: free_port(), settings }
     }
 
+    /// A copy of a stopped server's data directory, not started.
+    pub fn copy_of(server: &Postgres) -> Self {
+        let data = folder("copy").join("data");
+        let copied = Command::new("cp").arg("-a").args([&server.data, &data]).status().unwrap();
+        assert!(copied.success());
+        Postgres {
+            version: server.version.clone(),
+            data,
+            port: free_port(),
+            settings: server.settings.clone(),
+        }
+    }
+
     /// A physical standby, made from a base backup; the server must be an 18.6, which has the program.
-    pub fn standby_of(primary: &Postgres) -> Self {
+    pub fn standby_of(primary: &Postgres, settings: &[&str]) -> Self {
         let data = folder("standby").join("data");
         let program = must("postgres.sh", &["fetch", &primary.version]) + "/bin/pg_basebackup";
-        let port = primary.port.to_string();
+        // With a database, for the synchronisation of slots.
+        let primary_conninfo = format!("host=127.0.0.1 port={} user=postgres dbname=postgres", primary.port);
         let backup = Command::new(program)
-            .args(["-h", "127.0.0.1", "-p", &port, "-U", "postgres", "-R", "-c", "fast", "-D"])
+            .args(["-d", &primary_conninfo, "-R", "-c", "fast", "-D"])
             .arg(&data)
             .output()
             .unwrap();
         assert!(backup.status.success(), "{}", String::from_utf8_lossy(&backup.stderr));
-        let standby =
-            Postgres { version: primary.version.clone(), data, port: free_port(), settings: vec![] };
+        let settings = settings.iter().map(|s| (*s).to_owned()).collect();
+        let standby = Postgres { version: primary.version.clone(), data, port: free_port(), settings };
         standby.start_again();
         standby
     }
@@ -129,7 +148,7 @@ impl Postgres {
 
     /// Where the programs of version 18.6 are.
     pub fn programs() -> PathBuf {
-        PathBuf::from(must("postgres.sh", &["fetch", "18.6"])).join("bin")
+        programs_of("18.6")
     }
 
     pub fn log(&self) -> String {

@@ -25,8 +25,10 @@ impl Ended {
     }
 }
 
-fn program(config: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(PROGRAM);
+pub fn program(config: &Path, arguments: &[&str]) -> Command {
+    // The benchmark brings a release build of its own.
+    let mut command =
+        Command::new(std::env::var_os("OUTBOX_TAILER_PROGRAM").unwrap_or_else(|| PROGRAM.into()));
     command
         .env_clear()
         .env("PATH", "/usr/bin:/bin")

@@ -1,9 +1,12 @@
-//! Servers, the worker as a process, the oracle, and a bed that puts them together.
+//! Servers, the worker as a process, the oracles, and a bed that puts them together. A `mod.rs`, so that
+//! `tests/bench` can use it, too.
 
 pub mod bed;
 pub mod interceptor;
 pub mod oracle;
+pub mod poller;
 pub mod servers;
+pub mod tally;
 pub mod worker;
 
 use std::time::{Duration, Instant};
