@@ -301,8 +301,11 @@ impl Broker {
         }
     }
 
-    /// Brokers forget a producer that was idle for a day.
+    /// Brokers forget a producer that was idle for a day; nothing stays on the wire for so long.
     pub fn forget(&mut self, now: Duration) {
+        for producer in self.producers.iter_mut().filter(|producer| producer.gone) {
+            producer.lanes.iter_mut().for_each(|lane| lane.batches.clear());
+        }
         for partition in &mut self.partitions {
             partition.known.retain(|_, known| now < known.last + FORGOTTEN_AFTER);
         }

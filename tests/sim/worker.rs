@@ -117,21 +117,26 @@ impl Worker {
             },
             Phase::Streaming(session) => {
                 if let Some(end) = session.turn(env) {
-                    note!(env, "{} ends its session: {end}", self.name);
-                    if let Some(held) = &mut self.memory {
-                        held.lsn = session.line.truth.position();
-                        held.requested = Some(session.line.truth.requested());
-                    }
-                    session.drop_all(env);
-                    match end {
-                        End::Stopped => self.exit(),
-                        End::Failed(_) => self.wait(env),
-                        End::Refused(why) => {
-                            env.refused(self.server, &why);
-                            self.phase = Phase::Refused;
-                        }
-                    }
+                    self.end(env, end);
                 }
+            }
+        }
+    }
+
+    fn end(&mut self, env: &mut Env, end: End) {
+        let Phase::Streaming(session) = &mut self.phase else { return };
+        note!(env, "{} ends its session: {end}", self.name);
+        if let Some(held) = &mut self.memory {
+            held.lsn = session.line.truth.position();
+            held.requested = Some(session.line.truth.requested());
+        }
+        session.drop_all(env);
+        match end {
+            End::Stopped => self.exit(),
+            End::Failed(_) => self.wait(env),
+            End::Refused(why) => {
+                env.refused(self.server, &why);
+                self.phase = Phase::Refused;
             }
         }
     }
@@ -167,6 +172,15 @@ impl Worker {
                 }
             }
             _ => self.kill(env),
+        }
+    }
+
+    /// Nothing happens for a long time, but for the ticks.
+    pub fn idle(&mut self, env: &mut Env) {
+        if let Phase::Streaming(session) = &mut self.phase
+            && !session.lasts(env)
+        {
+            self.end(env, End::Failed("nothing is acknowledged".to_owned()));
         }
     }
 
@@ -402,7 +416,7 @@ impl Session {
                 self.ticked = env.now;
                 match self.line.tick(now) {
                     Ok(status) => self.tell(env, status),
-                    Err(silent) => return Some(End::Failed(format!("silent for {silent:?}"))),
+                    Err(lost) => return Some(End::Failed(format!("{lost:?}"))),
                 }
             }
             Ready::Fill => {
@@ -513,9 +527,15 @@ impl Session {
         })
     }
 
-    /// An idle day goes by, with a keepalive now and then.
-    pub fn idle(&mut self, env: &Env) {
-        self.line.heard(env.now - self.began);
+    /// Time goes by, with a keepalive now and then. Gives whether the session lasts.
+    fn lasts(&mut self, env: &mut Env) -> bool {
+        let now = env.now - self.began;
+        self.line.heard(now);
+        match self.line.tick(now) {
+            Ok(status) => self.tell(env, status),
+            Err(_) => return false,
+        }
+        true
     }
 }
 
