@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::startcheck::NoStart;
+
 /// An error that ends a command or a session of the worker.
 #[derive(Debug)]
 pub struct Error {
@@ -88,6 +90,15 @@ impl Error {
 
     pub fn bug(message: impl Into<String>) -> Self {
         Self::new(Kind::Bug, message)
+    }
+
+    pub fn no_start(why: NoStart) -> Self {
+        match why {
+            NoStart::NotSetUp(text) => Error::mistake(text),
+            NoStart::NotYet(text) => Error::wait(text),
+            NoStart::Gap(text) | NoStart::Ahead(text) => Error::refusal(Refusal::Gap, text),
+            NoStart::Identity(text) => Error::refusal(Refusal::Identity, text),
+        }
     }
 
     pub fn because(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {

@@ -21,7 +21,9 @@
 //!
 //! # Modules in reading order
 //!
-//! - [`relay`]: the pure core. No I/O, no clock, no tasks; builds without the `worker` feature.
+//! - [`relay`]: the pure core. No I/O, no clock, no tasks; builds without the `worker` feature, as
+//!   does the next one. The simulator (`tests/sim`) runs both.
+//! - [`startcheck`]: may the stream start here?
 #![cfg_attr(
     feature = "worker",
     doc = "
@@ -30,7 +32,6 @@
 - [`kafka`]: the idempotent producer and what is asked of the brokers.
 - [`position`], [`descriptor`]: the persisted position and what the publication must still be.
 - [`witness`]: the record outside the database that shows what a failover or a restore has lost.
-- [`startcheck`]: may the stream start here? Pure.
 - [`commands`]: `run` puts these together; `init`, `skip`, `demo`.
 - [`postgres`], [`tls`], [`config`], [`cli`], [`error`]: what all of them stand on.
 "
@@ -38,6 +39,7 @@
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
 pub mod relay;
+pub mod startcheck;
 
 #[cfg(feature = "worker")]
 pub mod cli;
@@ -59,8 +61,6 @@ pub mod postgres;
 pub mod session;
 #[cfg(feature = "worker")]
 pub mod source;
-#[cfg(feature = "worker")]
-pub mod startcheck;
 #[cfg(feature = "worker")]
 pub mod tls;
 #[cfg(feature = "worker")]

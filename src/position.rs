@@ -17,8 +17,7 @@ use crate::error::{Error, Refusal, Result};
 use crate::postgres::{Sql, sql_error};
 use crate::relay::progress::Position;
 use crate::relay::{Lsn, Place};
-use crate::source::System;
-use crate::startcheck::Persisted;
+use crate::startcheck::{Persisted, System};
 
 /// The newest migration this program knows.
 pub const SCHEMA_VERSION: i32 = 1;
@@ -177,7 +176,7 @@ pub async fn skips(client: &Client, slot: &str) -> Result<BTreeSet<(Place, Strin
 /// Takes the slot over: a worker of an older epoch can move the position no more.
 ///
 /// The new epoch is greater than the row's and than `known`, which a lost primary may have issued.
-/// Gives it.
+/// Gives it. `confirmed` is the position from now on (see [`crate::startcheck::Start`]).
 ///
 /// # Errors
 /// A wait when another worker was faster.
@@ -185,24 +184,22 @@ pub async fn take(
     client: &Client,
     slot: &str,
     row: &Row,
+    confirmed: Lsn,
     known: i64,
     timeline: u32,
     instance: &str,
 ) -> Result<i64> {
     let sql = "UPDATE outbox_tailer.position
-               SET epoch = greatest(epoch, $5) + 1, instance = $3, timeline = $4, refusal = NULL, updated_at = now()
-               WHERE slot = $1 AND epoch = $2 RETURNING epoch, confirmed_lsn";
+               SET epoch = greatest(epoch, $5) + 1, instance = $3, timeline = $4, confirmed_lsn = $6,
+                   refusal = NULL, updated_at = now()
+               WHERE slot = $1 AND epoch = $2 AND confirmed_lsn = $7 RETURNING epoch";
     let timeline = i64::from(timeline);
     let taken = client
-        .query_opt(sql, &[&slot, &row.epoch, &instance, &timeline, &known])
+        .query_opt(sql, &[&slot, &row.epoch, &instance, &timeline, &known, &confirmed, &row.confirmed])
         .await
         .map_err(|e| sql_error("cannot take the position", e))?;
-    let taken = taken.ok_or_else(|| Error::wait("another worker took the position at the same time"))?;
-    let confirmed: Lsn = taken.get(1);
-    if confirmed != row.confirmed {
-        return Err(Error::wait("the position was moved while we were starting"));
-    }
-    Ok(taken.get(0))
+    let faster = || Error::wait("another worker took or moved the position at the same time");
+    Ok(taken.ok_or_else(faster)?.get(0))
 }
 
 /// Records the Kafka cluster and the number of partitions over which keys are placed.

@@ -23,6 +23,7 @@ use crate::config::Postgres;
 use crate::error::{Error, Kind, Refusal, Result};
 use crate::postgres::{APPLICATION_NAME, Endpoint, PINNED_OPTIONS, sqlstate_kind};
 use crate::relay::Lsn;
+use crate::startcheck::System;
 use socket::{Reads, Socket};
 
 /// No message of the server may be longer: PostgreSQL's own limit for one value is 1 GiB.
@@ -65,14 +66,6 @@ pub enum Received {
         rows_skipped: bool,
         text: String,
     },
-}
-
-/// Answer to `IDENTIFY_SYSTEM`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct System {
-    pub identifier: String,
-    pub timeline: u32,
-    pub wal_end: Lsn,
 }
 
 type Row = Vec<Option<String>>;

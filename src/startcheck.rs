@@ -5,9 +5,15 @@
 //! process's memory, the witness). In normal life C ≤ W ≤ P whatever crashes between, because the
 //! row is committed before the witness is written, and that before the slot is told.
 
-use crate::error::{Error, Refusal, Result};
 use crate::relay::Lsn;
-use crate::source::System;
+
+/// Answer to `IDENTIFY_SYSTEM`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct System {
+    pub identifier: String,
+    pub timeline: u32,
+    pub wal_end: Lsn,
+}
 
 /// A position known from outside the database's own WAL.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,40 +72,55 @@ pub struct Facts<'a> {
 /// Where to start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Start {
+    /// The row's position, or the slot's where it was synchronised ahead of the row: the row is to
+    /// follow, since what proves that the slot is right may be gone at the next start.
     pub from: Lsn,
     /// Events in this interval were published and are gone from the surviving database: a standby
     /// that had not received them was promoted.
     pub phantom: Option<(Lsn, Lsn)>,
 }
 
+/// Why the stream cannot start here.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NoStart {
+    /// `init` was not run.
+    #[error("{0}")]
+    NotSetUp(String),
+    /// Another worker has the slot, or it is not ready.
+    #[error("{0}")]
+    NotYet(String),
+    /// Events may be missing from the stream.
+    #[error("{0}")]
+    Gap(String),
+    /// A gap too, unless something that was not asked yet knows that we confirmed so much.
+    #[error("{0}")]
+    Ahead(String),
+    /// Another server, a copy, or a history that does not hold what was published.
+    #[error("{0}")]
+    Identity(String),
+}
+
 /// # Errors
-/// A mistake when `init` was not run, a wait while another worker has the slot, else a refusal that
-/// names the positions.
-pub fn judge(facts: &Facts<'_>) -> Result<Start> {
+/// See [`NoStart`]; the text names the positions.
+pub fn judge(facts: &Facts<'_>) -> Result<Start, NoStart> {
     let name = facts.slot_name;
     let (slot, row) = match (facts.slot, facts.row) {
         (None, None) => {
-            return Err(Error::mistake(format!(
+            return Err(NoStart::NotSetUp(format!(
                 "neither slot {name} nor its position row exists in database {}: run `outbox-tailer init`",
                 facts.database
             )));
         }
         (Some(_), None) => {
-            return Err(Error::refusal(
-                Refusal::Gap,
-                format!(
-                    "slot {name} exists but has no position row: it was not made by `outbox-tailer init`, or the row was deleted; to take it over as it is, run `outbox-tailer init --adopt-slot {name}`"
-                ),
-            ));
+            return Err(NoStart::Gap(format!(
+                "slot {name} exists but has no position row: it was not made by `outbox-tailer init`, or the row was deleted; to take it over as it is, run `outbox-tailer init --adopt-slot {name}`"
+            )));
         }
         (None, Some(row)) => {
-            return Err(Error::refusal(
-                Refusal::Gap,
-                format!(
-                    "slot {name} is gone, events after {} that were not streamed yet can only come from the table: once they are taken care of, run `outbox-tailer init --start-over --from-now`",
-                    row.position
-                ),
-            ));
+            return Err(NoStart::Gap(format!(
+                "slot {name} is gone, events after {} that were not streamed yet can only come from the table: once they are taken care of, run `outbox-tailer init --start-over --from-now`",
+                row.position
+            )));
         }
         (Some(slot), Some(row)) => (slot, row),
     };
@@ -107,9 +128,11 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
         return Err(problem);
     }
     if let Some(pid) = slot.active_pid {
-        return Err(Error::wait(format!("slot {name} is in use by another worker (active for PID {pid})")));
+        return Err(NoStart::NotYet(format!(
+            "slot {name} is in use by another worker (active for PID {pid})"
+        )));
     }
-    let identity = |what: String| Err(Error::refusal(Refusal::Identity, what));
+    let identity = |what: String| Err(NoStart::Identity(what));
     if row.system_identifier != facts.system.identifier {
         return identity(format!(
             "this server has system identifier {}, the position row was made on {}: another server, or a major upgrade",
@@ -125,12 +148,9 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
     }
     let position = row.position;
     let changed = |limit: &str| {
-        Err(Error::refusal(
-            Refusal::Gap,
-            format!(
-                "the position row of slot {name} says {position}, which {limit}: it was changed by another hand, and events before it may not be published; once they are taken care of, run `outbox-tailer init --start-over --from-now`"
-            ),
-        ))
+        Err(NoStart::Gap(format!(
+            "the position row of slot {name} says {position}, which {limit}: it was changed by another hand, and events before it may not be published; once they are taken care of, run `outbox-tailer init --start-over --from-now`"
+        )))
     };
     if position > facts.system.wal_end {
         return changed(&format!("is beyond the end of the server's WAL, {}", facts.system.wal_end));
@@ -139,7 +159,7 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
     let mut proven = None;
     for held in facts.held {
         if let Some(requested) = held.requested
-            && held.epoch == row.epoch
+            && (held.epoch, &*held.instance) == (row.epoch, row.instance)
             && position > requested
         {
             return changed(&format!("is more than we have asked for, {requested}"));
@@ -191,24 +211,21 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start> {
         }
         proven = proven.max(Some(survives));
     }
-    let confirmed = slot.confirmed.ok_or_else(|| Error::wait(format!("slot {name} is not ready yet")))?;
+    let confirmed = slot.confirmed.ok_or_else(|| NoStart::NotYet(format!("slot {name} is not ready yet")))?;
     // After a failover the slot may have been synchronised before the row: fine where we know that
     // we confirmed so much ourselves.
     if confirmed > position && proven.is_none_or(|proven| proven < confirmed) {
-        return Err(Error::refusal(
-            Refusal::Gap,
-            format!(
-                "slot {name} is confirmed up to {confirmed}, the position is {position}: somebody advanced the slot or made it anew, and events in ({position}, {confirmed}] may never be streamed; once they are taken care of, run `outbox-tailer init --start-over --from-now`"
-            ),
-        ));
+        return Err(NoStart::Ahead(format!(
+            "slot {name} is confirmed up to {confirmed}, the position is {position}: somebody advanced the slot or made it anew, and events in ({position}, {confirmed}] may never be streamed; once they are taken care of, run `outbox-tailer init --start-over --from-now`"
+        )));
     }
-    Ok(Start { from: position, phantom })
+    Ok(Start { from: position.max(confirmed), phantom })
 }
 
 impl Slot {
-    fn unsuitable(&self, name: &str, database: &str) -> Option<Error> {
+    fn unsuitable(&self, name: &str, database: &str) -> Option<NoStart> {
         if let Some(what) = self.wrong_kind(name, database) {
-            return Some(Error::refusal(Refusal::Gap, what));
+            return Some(NoStart::Gap(what));
         }
         self.lost(name)
     }
@@ -241,16 +258,13 @@ impl Slot {
         None
     }
 
-    pub fn lost(&self, name: &str) -> Option<Error> {
+    pub fn lost(&self, name: &str) -> Option<NoStart> {
         let lost = self.wal_status.as_deref() == Some("lost");
         (lost || self.invalidation_reason.is_some()).then(|| {
-            Error::refusal(
-                Refusal::Gap,
-                format!(
+            NoStart::Gap(format!(
                     "slot {name} is lost ({}): the server has removed WAL that was not streamed yet; once the events in it are taken care of, run `outbox-tailer init --start-over --from-now`",
                     self.invalidation_reason.as_deref().unwrap_or("it fell behind max_slot_wal_keep_size")
-                ),
-            )
+                ))
         })
     }
 }
@@ -258,7 +272,6 @@ impl Slot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
 
     fn lsn(n: u64) -> Lsn {
         Lsn::from(n)
@@ -313,7 +326,7 @@ mod tests {
         }
     }
 
-    fn judged(edit: impl FnOnce(&mut World)) -> Result<Start> {
+    fn judged(edit: impl FnOnce(&mut World)) -> Result<Start, NoStart> {
         let mut w = world();
         edit(&mut w);
         judge(&Facts {
@@ -332,14 +345,14 @@ mod tests {
         assert_eq!(start, Start { from: lsn(from), phantom: phantom.map(|(a, b)| (lsn(a), lsn(b))) });
     }
 
-    fn refuses(edit: impl FnOnce(&mut World), kind: Kind, says: &str) {
+    fn refuses(edit: impl FnOnce(&mut World), kind: fn(String) -> NoStart, says: &str) {
         let error = judged(edit).expect_err("should not start");
-        assert_eq!(error.kind, kind, "{error}");
-        assert!(error.line().contains(says), "{error} does not say {says:?}");
+        assert_eq!(error, kind(error.to_string()));
+        assert!(error.to_string().contains(says), "{error} does not say {says:?}");
     }
 
-    const GAP: Kind = Kind::Refusal(Refusal::Gap);
-    const IDENTITY: Kind = Kind::Refusal(Refusal::Identity);
+    const GAP: fn(String) -> NoStart = NoStart::Gap;
+    const IDENTITY: fn(String) -> NoStart = NoStart::Identity;
 
     #[test]
     fn the_stream_starts_at_the_persisted_position() {
@@ -382,7 +395,7 @@ mod tests {
 
     #[test]
     fn a_slot_or_a_row_alone_is_refused_and_neither_is_a_mistake() {
-        refuses(|w| (w.slot, w.row) = (None, None), Kind::Mistake, "init");
+        refuses(|w| (w.slot, w.row) = (None, None), NoStart::NotSetUp, "init");
         refuses(|w| w.row = None, GAP, "no position row");
         refuses(|w| w.slot = None, GAP, "slot s is gone");
     }
@@ -390,8 +403,8 @@ mod tests {
     #[test]
     fn a_slot_ahead_of_the_position_is_a_gap_that_names_both() {
         let advance = |w: &mut World| w.slot.as_mut().unwrap().confirmed = Some(lsn(0x1_0000_0000));
-        refuses(advance, GAP, "(0/64, 1/0]");
-        refuses(|w| (advance(w), w.held.clear()).0, GAP, "(0/64, 1/0]");
+        refuses(advance, NoStart::Ahead, "(0/64, 1/0]");
+        refuses(|w| (advance(w), w.held.clear()).0, NoStart::Ahead, "(0/64, 1/0]");
     }
 
     #[test]
@@ -399,7 +412,7 @@ mod tests {
         let slot = |edit: fn(&mut Slot)| move |w: &mut World| edit(w.slot.as_mut().unwrap());
         refuses(slot(|s| s.wal_status = Some("lost".into())), GAP, "is lost");
         refuses(slot(|s| s.invalidation_reason = Some("idle_timeout".into())), GAP, "idle_timeout");
-        refuses(slot(|s| s.active_pid = Some(42)), Kind::Wait, "PID 42");
+        refuses(slot(|s| s.active_pid = Some(42)), NoStart::NotYet, "PID 42");
         refuses(slot(|s| s.plugin = Some("test_decoding".into())), GAP, "test_decoding");
         refuses(slot(|s| s.slot_type = "physical".into()), GAP, "physical");
         refuses(slot(|s| s.database = Some("other".into())), GAP, "database other");
@@ -449,8 +462,8 @@ mod tests {
                 w.slot.as_mut().unwrap().confirmed = Some(lsn(confirmed));
             }
         };
-        starts(synced(90), 70, Some((95, 100)));
-        refuses(synced(97), GAP, "may never be streamed");
+        starts(synced(90), 90, Some((95, 100)));
+        refuses(synced(97), NoStart::Ahead, "may never be streamed");
     }
 
     #[test]

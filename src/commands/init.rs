@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::position::{self, SCHEMA_VERSION, publication_refusal};
 use crate::postgres::{self, Sql, sql_error};
 use crate::relay::Lsn;
-use crate::startcheck::Slot;
+use crate::startcheck::{Slot, System};
 use crate::{kafka, source, witness};
 
 /// Half a minute is what a cluster takes to elect a leader.
@@ -225,7 +225,7 @@ impl Init<'_> {
             }
             if !self.args.start_over {
                 if let Some(lost) = slot.lost(name) {
-                    return Err(lost);
+                    return Err(Error::no_start(lost));
                 }
                 if row.is_none() && self.args.adopt_slot.is_none() {
                     return Err(Error::mistake(format!(
@@ -509,7 +509,7 @@ impl Init<'_> {
 async fn make_row(
     config: &Config,
     transaction: &impl GenericClient,
-    system: &source::System,
+    system: &System,
     history: Vec<(u32, Lsn)>,
     descriptor: &Descriptor,
     position: Lsn,
