@@ -30,7 +30,8 @@ const PREFLIGHT_TIMEOUT: Duration = Duration::from_secs(20);
 /// One session's producer. After a failed delivery it is dropped with everything in it and a new
 /// one starts from the persisted position: a message is never sent again alone.
 pub struct Producer {
-    inner: ThreadedProducer<Reports>,
+    /// `Some` until it is dropped.
+    inner: Option<ThreadedProducer<Reports>>,
     reports: Arc<Queue>,
     /// librdkafka's `message.max.bytes` in force.
     pub max_message_bytes: usize,
@@ -129,6 +130,14 @@ impl ProducerContext for Reports {
     }
 }
 
+impl Drop for Producer {
+    /// Destroying a client blocks, and must not hold up what else there is to do.
+    fn drop(&mut self) {
+        let inner = self.inner.take();
+        tokio::task::spawn_blocking(move || drop(inner));
+    }
+}
+
 fn delivery_error(error: &KafkaError, message: &impl Message) -> DeliveryError {
     use RDKafkaErrorCode::{InvalidRecord, InvalidTimestamp, MessageSizeTooLarge};
     match error.rdkafka_error_code() {
@@ -182,7 +191,14 @@ impl Producer {
             config.get("message.max.bytes").and_then(|n| n.parse().ok()).unwrap_or(1_000_000);
         let alone_over_bytes = if one_by_one { 0 } else { limits.smallest.unwrap_or(1_000_000) };
         let knows_limits = limits.smallest.is_some();
-        Ok((Producer { inner, reports, max_message_bytes, alone_over_bytes, knows_limits }, facts))
+        Ok((
+            Producer { inner: Some(inner), reports, max_message_bytes, alone_over_bytes, knows_limits },
+            facts,
+        ))
+    }
+
+    fn inner(&self) -> &ThreadedProducer<Reports> {
+        self.inner.as_ref().expect("there until it is dropped")
     }
 
     /// Hands a record to librdkafka, which copies it.
@@ -204,10 +220,10 @@ impl Producer {
         if let Some(timestamp) = record.timestamp_ms {
             base = base.timestamp(timestamp);
         }
-        self.inner.send(base).map_err(|(error, _)| match error.rdkafka_error_code() {
+        self.inner().send(base).map_err(|(error, _)| match error.rdkafka_error_code() {
             Some(RDKafkaErrorCode::QueueFull) => SendError::QueueFull,
             Some(RDKafkaErrorCode::MessageSizeTooLarge) => SendError::TooLarge,
-            _ => SendError::Other(match self.inner.client().fatal_error() {
+            _ => SendError::Other(match self.inner().client().fatal_error() {
                 Some((code, reason)) => format!("{code}: {reason}"),
                 None => error.to_string(),
             }),
@@ -227,7 +243,7 @@ impl Producer {
 
     /// Stops sending: drops what is queued and forgets what is in flight.
     pub fn purge(&self) {
-        self.inner.purge(PurgeConfig::default().queue().inflight());
+        self.inner().purge(PurgeConfig::default().queue().inflight());
     }
 }
 

@@ -18,7 +18,11 @@ const FORCED: i32 = 5;
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = set_up_logs(&cli).and_then(|()| {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = match cli.command {
+            // Stream, position and witness on one thread: nothing is handed from one to another.
+            Command::Run(_) => tokio::runtime::Builder::new_current_thread().enable_all().build(),
+            _ => tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build(),
+        };
         let runtime = runtime.map_err(|e| Error::bug("cannot start the runtime").because(e))?;
         let result = runtime.block_on(command(cli));
         // A blocked call into librdkafka must not hold up the exit.

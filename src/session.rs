@@ -182,8 +182,9 @@ impl Session {
                 }
                 () = self.producer.reported() => {
                     self.producer.take_reports(&mut reports);
+                    let now = state.now();
                     for report in reports.drain(..) {
-                        self.report(state, report);
+                        self.report(state, report, now);
                     }
                 }
                 _ = ticks.tick() => self.tick(state).await?,
@@ -207,7 +208,7 @@ impl Session {
                         match hand_over(&self.producer, seq, &record).await {
                             Ok(()) => state.published += 1,
                             Err(why) => {
-                                self.report(state, Report::Failed { seq, why });
+                                self.report(state, Report::Failed { seq, why }, now);
                                 return Ok(());
                             }
                         }
@@ -230,11 +231,11 @@ impl Session {
     }
 
     /// After a failed delivery nothing else is sent.
-    fn report(&mut self, state: &mut State, report: Report) {
+    fn report(&mut self, state: &mut State, report: Report, now: Duration) {
         if let Report::Acked(_) = report {
             state.acked += 1;
         }
-        if let Err(fault) = self.line.report(report, state.now()) {
+        if let Err(fault) = self.line.report(report, now) {
             self.producer.purge();
             state.why = Err(fault_error(fault));
         }
@@ -301,15 +302,15 @@ async fn written(notary: &mut Option<Notary>) -> Result<Lsn> {
 /// Gives one record to librdkafka. Its queue is twice the window, so it can be full only until it
 /// has freed what it has reported.
 async fn hand_over(producer: &Producer, seq: Seq, record: &Record<'_>) -> Result<(), DeliveryError> {
-    let deadline = Instant::now() + QUEUE_FULL_TIMEOUT;
+    let mut full_since = None;
     loop {
         match producer.send(seq, record) {
             Ok(()) => return Ok(()),
-            Err(SendError::QueueFull) if Instant::now() < deadline => {
-                tokio::time::sleep(Duration::from_millis(1)).await
-            }
             Err(SendError::QueueFull) => {
-                return Err(DeliveryError::Other("librdkafka's queue stays full".to_owned()));
+                if full_since.get_or_insert_with(Instant::now).elapsed() > QUEUE_FULL_TIMEOUT {
+                    return Err(DeliveryError::Other("librdkafka's queue stays full".to_owned()));
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
             }
             Err(SendError::TooLarge) => {
                 let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();

@@ -55,12 +55,11 @@ struct Nap {
     until: Instant,
     /// At its beginning.
     queued_bytes: usize,
-    last: bool,
 }
 
 impl Nap {
     fn new(queued_bytes: usize) -> Self {
-        Nap { until: Instant::now() + NAP, queued_bytes, last: false }
+        Nap { until: Instant::now() + NAP, queued_bytes }
     }
 }
 
@@ -143,13 +142,14 @@ impl Socket {
         while let Some(nap) = &self.nap {
             tokio::time::sleep_until(nap.until).await;
             let queued = self.transport.queued_bytes()?.unwrap_or(0);
-            let grows = queued > nap.queued_bytes && queued < SHUT_MAX_BYTES;
-            let shut = !grows && !nap.last && queued >= SHUT_MIN_BYTES;
-            if shut {
+            if queued > nap.queued_bytes && queued < SHUT_MAX_BYTES {
+                self.nap = Some(Nap::new(queued));
+                continue;
+            }
+            if queued >= SHUT_MIN_BYTES {
                 self.shut_bytes = queued - queued / 8;
             }
-            // Once shut, one more, in which the server's send queue fills.
-            self.nap = (grows && !nap.last || shut).then(|| Nap { last: shut, ..Nap::new(queued) });
+            self.nap = None;
         }
         self.fill(buffer).await
     }

@@ -27,6 +27,7 @@ use contenders::{Contender, Transport};
 use figures::Figure;
 use site::Site;
 use support::servers;
+use support::tally::Counts;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().collect();
@@ -149,6 +150,7 @@ fn bench(plan: &Plan) -> ExitCode {
         eprintln!("no benchmark here: {reason}");
         return ExitCode::FAILURE;
     }
+    site::stop_servers_on_signals();
     let drained = plan.workloads().into_iter().map(|w| format!("drain/tcp/{}", w.name));
     let steady = latency::RATES_PER_S.iter().map(|(_, name)| format!("latency/tcp/{name}"));
     let start = [format!("startup/tcp/{}", latency::FIRST_MESSAGE)];
@@ -329,5 +331,10 @@ fn check() -> ExitCode {
     for name in ["lost", "inverted", "repeats"] {
         assert_eq!(figures[1][name], 0, "{name}: {text}");
     }
+    // A run that loses anything fails the whole benchmark.
+    let mut lossy = Figure::default();
+    lossy.count(Counts { lost: 1, ..Counts::default() });
+    let report = Report { plan: &plan, about: Vec::new(), figures: vec![lossy], warm: true };
+    assert_eq!(finish(&report), ExitCode::FAILURE);
     ExitCode::SUCCESS
 }

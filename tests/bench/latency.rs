@@ -113,7 +113,11 @@ pub fn latency(
     figure.p50_from_send_ms = quantile(&sent, 0.5);
     figure.p99_from_send_ms = quantile(&sent, 0.99);
     let last = times.committed.iter().map(|t| t.load(Ordering::Relaxed)).max().unwrap_or(0);
-    figure.rate_per_s = Some(events as f64 * 1e6 / last as f64);
+    let reached_per_s = events as f64 * 1e6 / last as f64;
+    figure.rate_per_s = Some(reached_per_s);
+    if reached_per_s < 0.95 * rate_per_s as f64 {
+        figure.fail(&format!("the writers reached only {reached_per_s:.0} commits a second"));
+    }
     figure
 }
 

@@ -1,8 +1,10 @@
 //! What all runs share: the broker, Debezium, a second network namespace. What is not to be had here is
 //! left out, and said.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::support::servers::{self, Kafka};
 
@@ -34,6 +36,40 @@ impl Site {
     }
 }
 
+/// Servers outlive whoever started them: when told to stop, stop them, too.
+pub fn stop_servers_on_signals() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    std::thread::spawn(move || {
+        runtime.block_on(async {
+            let mut terminate = signal(SignalKind::terminate()).unwrap();
+            let mut interrupt = signal(SignalKind::interrupt()).unwrap();
+            tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+        });
+        eprintln!("stopping the servers");
+        let ours = format!("{}-", std::process::id());
+        for entry in std::fs::read_dir(format!("{}/.dev/test", servers::ROOT)).into_iter().flatten().flatten()
+        {
+            let folder = entry.path();
+            if entry.file_name().to_string_lossy().starts_with(&ours) {
+                stop("postgres.sh", &folder.join("data"), "immediate");
+                stop("kafka.sh", &folder, "KILL");
+                let _ = std::fs::remove_dir_all(folder);
+            }
+        }
+        let _ = ip(&format!("netns delete {}", namespace()));
+        std::process::exit(130);
+    });
+}
+
+fn stop(script: &str, folder: &Path, how: &str) {
+    let _ =
+        Command::new(format!("{}/scripts/{script}", servers::ROOT)).arg("stop").arg(folder).arg(how).status();
+}
+
+fn namespace() -> String {
+    format!("obx{}", std::process::id())
+}
+
 fn fetch_connect() -> Result<PathBuf, String> {
     let script = format!("{}/scripts/connect.sh", servers::ROOT);
     let output = Command::new(script).arg("fetch").output().map_err(|e| e.to_string())?;
@@ -52,7 +88,7 @@ pub struct Veth {
 impl Veth {
     fn new() -> Result<Self, String> {
         let number = std::process::id();
-        let namespace = format!("obx{number}");
+        let namespace = namespace();
         // Of the range that is set aside for benchmarks (RFC 2544).
         let net = format!("198.18.{}", number % 256);
         let veth = Veth { namespace: namespace.clone(), address: format!("{net}.1") };

@@ -28,7 +28,7 @@ const LOCK_ORDER: &str = "SELECT o.order_id FROM outbox_event e JOIN sales_order
     WHERE e.published_at IS NULL ORDER BY e.order_id, e.revision LIMIT 1 FOR UPDATE OF o SKIP LOCKED";
 const FIRST_PENDING: &str =
     "SELECT event_id::text, revision::text, event_type, payload::text FROM outbox_event
-    WHERE order_id = $1 AND published_at IS NULL ORDER BY revision LIMIT 1";
+    WHERE order_id = $1 AND published_at IS NULL ORDER BY outbox_event.revision LIMIT 1";
 const MARK: &str = "UPDATE outbox_event SET published_at = now() WHERE event_id = $1::text::uuid";
 
 /// How long to wait when nothing is pending.
