@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Tests the simulator: each patch in tests/sim/mutants breaks one rule that the promise rests on, and
 # the simulator must find it. A patch that no longer applies fails, too.
-#   scripts/mutants.sh [NAME...]      SEEDS=n histories each, 5000 at most by default
+#   scripts/mutants.sh [NAME...]      SEEDS=n histories each at most
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-export CARGO_TARGET_DIR=$PWD/target/mutants SEEDS=${SEEDS:-5000} VIOLATIONS=1 RUST_BACKTRACE=0
+export CARGO_TARGET_DIR=$PWD/target/mutants SEEDS=${SEEDS:-10000} VIOLATIONS=1 RUST_BACKTRACE=0
 build=(cargo test --quiet --no-default-features --test sim)
 survived=()
 

@@ -66,6 +66,8 @@ pub struct Session {
     pub keeper: Option<Task<Position>>,
     pub notary: Option<Task<Lsn>>,
     buffer: VecDeque<Message>,
+    /// Why it ends once it is over.
+    why: Option<String>,
     began: Duration,
     ticked: Duration,
 }
@@ -327,6 +329,7 @@ impl Prepare {
             keeper: None,
             notary: None,
             buffer: VecDeque::new(),
+            why: None,
             began: env.now,
             ticked: env.now,
         })
@@ -381,7 +384,7 @@ impl Session {
         if self.line.is_over(now) {
             let last = self.line.status(now, false);
             self.tell(env, last);
-            return Some(match env.failures.remove(&self.producer) {
+            return Some(match self.why.take() {
                 Some(why) => End::Failed(why),
                 None => End::Stopped,
             });
@@ -458,6 +461,7 @@ impl Session {
                     let Some(output) = output.unwrap_or_else(|e| panic!("{e}")) else { continue };
                     let Output::Publish { seq, record } = output else { panic!("nothing is skipped") };
                     let (partition, event) = (record.partition as usize, event(&record));
+                    note!(env, "event {} of key {} is sent as number {seq}", event.id, event.key);
                     if env.broker.send(self.producer, partition, seq, event).is_err() {
                         let why = DeliveryError::Other("the producer has given up".to_owned());
                         self.report(env, Report::Failed { seq, why });
@@ -475,7 +479,7 @@ impl Session {
     fn report(&mut self, env: &mut Env, report: Report) {
         if let Err(fault) = self.line.report(report, env.now - self.began) {
             env.broker.purge(self.producer);
-            env.failures.insert(self.producer, format!("{fault:?}"));
+            self.why = Some(format!("{fault:?}"));
         }
     }
 

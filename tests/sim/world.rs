@@ -92,13 +92,18 @@ const FAULTS: [Fault; 11] = [
 
 impl Settings {
     fn new(rng: &mut Rng) -> Self {
+        let foreign = if rng.u8(..) < 80 { rng.choice(FOREIGN) } else { None };
+        let mut faults = FAULTS.map(|_| if rng.bool() { rng.u32(1..8) } else { 0 });
+        if foreign == Some(Foreign::Fork) {
+            faults[Fault::Promote as usize] = 12; // there has to be a timeline 2 first
+        }
         Settings {
             bounds: worker::bounds(rng),
             witness: rng.u8(..) < 200,
-            foreign: if rng.u8(..) < 80 { rng.choice(FOREIGN) } else { None },
+            foreign,
             steps: rng.usize(200..1500),
             workers: rng.usize(1..=2),
-            faults: FAULTS.map(|_| if rng.bool() { rng.u32(1..8) } else { 0 }),
+            faults,
         }
     }
 }
@@ -122,13 +127,11 @@ pub struct Env {
     pub servers: Vec<Server>,
     pub connections: Vec<Connection>,
     pub broker: Broker,
-    /// The record outside of the database; the last write wins.
+    /// The record outside of the database.
     pub witness: Option<Held>,
     /// Statements and records of sessions that are gone, which may still be carried out.
     pub left: Vec<Statement>,
     pub late_witness: Vec<Held>,
-    /// By producer, why its session ends.
-    pub failures: HashMap<usize, String>,
     healing: bool,
     instances: u32,
     standby: Option<Server>,
@@ -273,7 +276,9 @@ impl Env {
         }
         note!(self, "the witness has {position} of epoch {}", record.epoch);
         self.known.witnessed = self.known.witnessed.max(position);
-        self.witness = Some(record);
+        // Of two records the greater one counts, whichever was written last.
+        let rank = |record: &Held| (record.epoch, record.timeline, record.lsn);
+        self.witness = self.witness.take().into_iter().chain([record]).max_by_key(rank);
     }
 
     /// Confirmed ≤ witnessed, persisted.
@@ -328,6 +333,7 @@ impl Env {
         for (partition, looked) in self.broker.partitions.iter().zip(&mut self.known.looked) {
             for Event { id, key } in &partition.log[*looked..partition.high] {
                 assert!(self.known.committed.contains(id), "event {id} was never committed");
+                note!(self, "event {id} of key {key} is in Kafka");
                 if !self.known.visible.insert(*id) || self.known.foreign.is_some() {
                     continue;
                 }
@@ -346,8 +352,8 @@ impl Env {
         let at = self.rng.usize(..self.servers.len());
         let server = &mut self.servers[at];
         match self.rng.u8(..16) {
-            0..2 if server.open.len() < 3 => server.open.push(vec![]),
-            2..7 if !server.open.is_empty() => {
+            0..3 if server.open.len() < 3 => server.open.push(vec![]),
+            3..9 if !server.open.is_empty() => {
                 let transaction = self.rng.usize(..server.open.len());
                 for _ in 0..self.rng.usize(1..4) {
                     self.events += 1;
@@ -355,7 +361,7 @@ impl Env {
                     server.insert(transaction, (self.rng.u8(..8) > 0).then_some(event));
                 }
             }
-            7..11 if !server.open.is_empty() => {
+            9..11 if !server.open.is_empty() => {
                 let transaction = self.rng.usize(..server.open.len());
                 server.commit(transaction);
                 let committed = server.committed.last().expect("just committed");
@@ -507,7 +513,6 @@ impl World {
             witness: None,
             left: vec![],
             late_witness: vec![],
-            failures: HashMap::new(),
             healing: false,
             instances: 0,
             standby: None,
@@ -523,7 +528,7 @@ impl World {
     pub fn run(mut self) -> Ended {
         let steps = self.env.settings.steps;
         let mut foreign_from = self.env.rng.usize(..steps);
-        let backup_at = self.env.rng.usize(..steps);
+        let backup_at = self.env.rng.usize(..steps / 2);
         for step in 0..steps {
             let pause = if self.env.rng.u8(..) < 4 { 3_000_000 } else { 5_000 };
             self.env.now += Duration::from_micros(self.env.rng.u64(0..pause));
@@ -556,14 +561,14 @@ impl World {
     fn step(&mut self) {
         match self.env.rng.u8(..100) {
             0..12 => self.env.work(),
-            12..40 => {
+            12..45 => {
                 let worker = self.env.rng.usize(..self.workers.len());
                 self.workers[worker].step(&mut self.env);
             }
-            40..52 => self.serve(),
-            52..60 => self.carry_out(),
-            60..65 => self.write_witness(),
-            65..93 => {
+            45..57 => self.serve(),
+            57..63 => self.carry_out(),
+            63..68 => self.write_witness(),
+            68..94 => {
                 let env = &mut self.env;
                 if env.rng.u32(..64) < env.settings.faults[Fault::Kafka as usize] {
                     env.broker.fault(&mut env.rng, env.now);
@@ -709,6 +714,7 @@ impl World {
                     self.workers.iter_mut().for_each(|worker| worker.idle(env));
                 }
                 env.broker.forget(env.now);
+                (0..20).for_each(|_| env.work()); // then all at once
             }
         }
     }
