@@ -38,6 +38,7 @@ suite "format" 1 cargo fmt --check
 suite "lints" 5 cargo clippy --quiet --all-targets --features "$features" -- -D warnings
 suite "docs" 2 env RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --features "$features"
 suite "core alone" 3 core_stands_alone
+suite "mutants of the core" 3 scripts/mutants.sh
 suite "unit tests" 3 cargo test --quiet --lib --bins --features "$features"
 suite "containers" 1 cargo test --quiet --test docker --features "$features"
 suite "real servers" 15 cargo test --test it --features "$features"

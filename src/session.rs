@@ -19,7 +19,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use crate::error::{Error, Kind, Refusal, Result};
 use crate::kafka::{Producer, SendError};
 use crate::position::{Keeper, Moved, publication_refusal};
-use crate::relay::line::{DeliveryError, Fault, Line, Report, Status, Write};
+use crate::relay::line::{DeliveryError, Fault, Line, Lost, Report, Status, Write};
 use crate::relay::progress::Seq;
 use crate::relay::router::{ID_HEADER, Record};
 use crate::relay::{Lsn, Output, Poison, RelayError};
@@ -67,8 +67,6 @@ struct State {
     began: Instant,
     published: u64,
     acked: u64,
-    /// The oldest unacknowledged event, and since when it is that.
-    oldest: (Seq, Instant),
     stuck: bool,
     /// When it was last said that the position does not move.
     busy_told: Option<Instant>,
@@ -88,15 +86,8 @@ impl Session {
     pub async fn run(mut self, stop: &mut watch::Receiver<bool>) -> Outcome {
         let now = Instant::now();
         let before = self.line.truth.position();
-        let mut state = State {
-            began: now,
-            published: 0,
-            acked: 0,
-            oldest: (0, now),
-            stuck: false,
-            busy_told: None,
-            why: Ok(()),
-        };
+        let mut state =
+            State { began: now, published: 0, acked: 0, stuck: false, busy_told: None, why: Ok(()) };
         let result = self.serve(&mut state, stop).await;
         let undelivered = self.line.relay.in_flight_events();
         if result.is_err() || undelivered > 0 {
@@ -269,24 +260,26 @@ impl Session {
     }
 
     async fn tick(&mut self, state: &mut State) -> Result<()> {
-        let status = self.line.tick(state.now()).map_err(|silent| {
-            let silent = silent.as_secs();
-            Error::wait(format!("PostgreSQL has said nothing for {silent} s, although asked"))
+        let status = self.line.tick(state.now()).map_err(|lost| match lost {
+            Lost::Silent(silent) => {
+                let silent = silent.as_secs();
+                Error::wait(format!("PostgreSQL has said nothing for {silent} s, although asked"))
+            }
+            Lost::Stuck(stuck) => {
+                let stuck = stuck.as_secs();
+                Error::wait(format!("Kafka has not acknowledged the oldest event for {stuck} s"))
+            }
         })?;
         self.status(status).await?;
-        let now = Instant::now();
-        let waits = self.line.relay.in_flight_events();
-        if waits == 0 || self.line.relay.oldest() != state.oldest.0 {
-            state.oldest = (self.line.relay.oldest(), now);
-            if std::mem::take(&mut state.stuck) {
-                tracing::info!(ready = true, "Kafka acknowledges again");
-            }
+        let is_stuck = self.line.stuck(state.now()) >= STUCK_AFTER;
+        let was_stuck = std::mem::replace(&mut state.stuck, is_stuck);
+        if was_stuck && !is_stuck {
+            tracing::info!(ready = true, "Kafka acknowledges again");
         }
-        if !state.stuck && now - state.oldest.1 >= STUCK_AFTER {
-            state.stuck = true;
+        if is_stuck && !was_stuck {
             tracing::warn!(
                 ready = false,
-                in_flight = waits,
+                in_flight = self.line.relay.in_flight_events(),
                 "Kafka does not acknowledge the oldest event since {} s; nothing is confirmed, WAL is kept",
                 STUCK_AFTER.as_secs()
             );

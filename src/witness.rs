@@ -50,6 +50,18 @@ impl Record {
     fn key(slot: &str, system_identifier: &str) -> String {
         format!("{system_identifier}/{slot}")
     }
+
+    /// Of two records the greater one counts: one of a worker that was held up, written after another
+    /// worker has taken the slot, would take the witness back.
+    fn rank(&self) -> (i64, u32, Lsn) {
+        (self.epoch, self.timeline, self.position)
+    }
+
+    /// What cannot be read counts most, so that somebody hears of it.
+    fn rank_of(bytes: &[u8]) -> (i64, u32, Lsn) {
+        let unreadable = (i64::MAX, u32::MAX, Lsn::from(u64::MAX));
+        serde_json::from_slice(bytes).map_or(unreadable, |record: Record| record.rank())
+    }
 }
 
 impl From<Record> for Held {
@@ -203,7 +215,7 @@ impl ClientContext for Quiet {
 
 impl ConsumerContext for Quiet {}
 
-/// The last record of the key in the topic's only partition.
+/// The record of the key in the topic's only partition.
 fn read_topic(kafka: &Kafka, topic: &str, key: &str) -> Result<Option<Vec<u8>>> {
     let mut config = kafka::client_config(kafka)?;
     for (name, value) in &kafka.properties {
@@ -239,7 +251,8 @@ fn read_topic(kafka: &Kafka, topic: &str, key: &str) -> Result<Option<Vec<u8>>> 
     Ok(None)
 }
 
-/// The last record of the key at offsets `from..end`.
+/// The greatest record of the key at offsets `from..end`. The topic's compaction keeps the last one, but
+/// only of closed segments; by then whoever has the slot has written again.
 fn scan(
     consumer: &Reader,
     topic: &str,
@@ -262,7 +275,8 @@ fn scan(
             Some(Ok(message)) => {
                 silent = 0;
                 if message.key() == Some(key.as_bytes()) {
-                    found = message.payload().map(<[u8]>::to_vec);
+                    let next = message.payload().map(<[u8]>::to_vec);
+                    found = found.into_iter().chain(next).max_by_key(|bytes| Record::rank_of(bytes));
                 }
                 if message.offset() + 1 >= end {
                     return Ok(found);
@@ -280,6 +294,11 @@ pub async fn write(writer: &Writer, record: &Record) -> Result<()> {
     let bytes = serde_json::to_vec(record).map_err(|e| Error::bug("the witness").because(e))?;
     match writer {
         Writer::File(path) => {
+            let there = read_file(path)?.and_then(|there| serde_json::from_slice::<Record>(&there).ok());
+            let key = |record: &Record| Record::key(&record.slot, &record.system_identifier);
+            if there.is_some_and(|there| key(&there) == key(record) && there.rank() > record.rank()) {
+                return Err(Error::wait("another worker has written the witness"));
+            }
             let (path, shown) = (path.clone(), path.display().to_string());
             let written = tokio::task::spawn_blocking(move || write_file(&path, &bytes)).await;
             let written = written.map_err(|e| Error::bug("writing the witness").because(e))?;

@@ -18,7 +18,8 @@ const IDLE_ADVANCE_BYTES: u64 = 64 << 10;
 const REPEAT_STATUS: Duration = Duration::from_millis(50);
 /// Between two attempts to persist before the session ends.
 const LAST_WRITES: Duration = Duration::from_millis(20);
-/// Brokers forget an idle producer after a day (`producer.id.expiration.ms`).
+/// Brokers forget an idle producer after a day (`producer.id.expiration.ms`): well before, a record
+/// goes alone again, and what is not acknowledged is left to a new producer.
 const PRODUCER_KNOWN: Duration = Duration::from_secs(3600);
 /// Positions and acknowledged events kept behind an unacknowledged one, in windows.
 const QUEUED_WINDOWS: usize = 4;
@@ -75,6 +76,15 @@ pub enum Fault {
     Unknown(Seq),
 }
 
+/// Why the session ends although nothing has failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lost {
+    /// The server has said nothing for so long, although asked.
+    Silent(Duration),
+    /// The oldest event was not acknowledged for so long.
+    Stuck(Duration),
+}
+
 /// A standby status update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Status {
@@ -103,6 +113,8 @@ pub struct Line {
     last_status: (Duration, Lsn),
     status_due: bool,
     last_heard: Duration,
+    /// The oldest unacknowledged event, and since when it is that.
+    oldest: (Seq, Duration),
     /// The last event sent, if it must be acknowledged before another one is sent. A broker takes any
     /// sequence number from a producer that it does not know yet in a partition (Kafka,
     /// `ProducerAppendInfo.checkSequence`), so a second batch could pass a first one that failed.
@@ -133,6 +145,7 @@ impl Line {
             last_status: (Duration::ZERO, Lsn::from(0)),
             status_due: true,
             last_heard: Duration::ZERO,
+            oldest: (0, Duration::ZERO),
             alone: None,
             known: HashMap::new(),
             failed: false,
@@ -321,15 +334,27 @@ impl Line {
     /// The status to send now and then, and when the server is silent.
     ///
     /// # Errors
-    /// How long the server has said nothing, although asked.
-    pub fn tick(&mut self, now: Duration) -> Result<Option<Status>, Duration> {
+    /// See [`Lost`].
+    pub fn tick(&mut self, now: Duration) -> Result<Option<Status>, Lost> {
         let silent = now - self.last_heard;
         if silent >= self.bounds.silence_timeout {
-            return Err(silent);
+            return Err(Lost::Silent(silent));
+        }
+        let oldest = self.relay.oldest();
+        if self.relay.in_flight_events() == 0 || oldest != self.oldest.0 {
+            self.oldest = (oldest, now);
+        }
+        if self.stuck(now) >= PRODUCER_KNOWN {
+            return Err(Lost::Stuck(self.stuck(now)));
         }
         let ask = silent >= self.bounds.silence_timeout / 2;
         let due = ask || now >= self.last_status.0 + self.bounds.status_interval;
         Ok(if due { self.status(now, ask) } else { None })
+    }
+
+    /// Since when the oldest event was not acknowledged, as of the last tick.
+    pub fn stuck(&self, now: Duration) -> Duration {
+        now - self.oldest.1
     }
 }
 

@@ -145,49 +145,50 @@ impl Broker {
 
     /// One thing happens, of those that need no fault.
     pub fn step(&mut self, rng: &mut Rng, now: Duration) {
-        if self.producers.is_empty() {
-            return;
-        }
-        // Mostly the last two.
-        let recent = if rng.u8(..) < 25 { usize::MAX } else { 2 };
-        let back = rng.usize(..self.producers.len().min(recent));
-        let producer = self.producers.len() - 1 - back;
-        let partition = rng.usize(..PARTITIONS);
-        match rng.u8(..5) {
-            0 => self.form(producer, partition, rng.usize(1..4)),
-            1 => self.transmit(producer, partition),
-            2 => _ = self.receive(producer, partition, None, now),
-            3 => self.replicate(partition, rng.usize(1..4)),
-            _ => _ = self.respond(producer, partition),
+        let Some((producer, partition)) = self.busy(rng) else { return };
+        let first = rng.u8(..5);
+        for what in first..first + 5 {
+            let done = match what % 5 {
+                0 => self.form(producer, partition, rng.usize(1..4)),
+                1 => self.transmit(producer, partition),
+                2 => self.receive(producer, partition, None, now),
+                3 => self.replicate(partition, rng.usize(1..4)),
+                _ => self.respond(producer, partition),
+            };
+            if done {
+                return;
+            }
         }
     }
 
-    /// Queued records become a batch.
-    fn form(&mut self, producer: usize, partition: usize, records: usize) {
+    /// Queued records become a batch. This and what follows give whether there was something to do.
+    fn form(&mut self, producer: usize, partition: usize, records: usize) -> bool {
         let producer = &mut self.producers[producer];
         let lane = &mut producer.lanes[partition];
         if producer.fatal || lane.queue.is_empty() || lane.batches.len() >= IN_FLIGHT {
-            return;
+            return false;
         }
         let records: Vec<_> = lane.queue.drain(..records.min(lane.queue.len())).collect();
         let base = lane.next_base;
         lane.next_base += records.len() as u32;
         lane.batches.push_back(Batch { base, records, state: State::Waiting });
+        true
     }
 
     /// The first waiting batch goes out: after an error, once all after it are back.
-    fn transmit(&mut self, producer: usize, partition: usize) {
+    fn transmit(&mut self, producer: usize, partition: usize) -> bool {
         let producer = &mut self.producers[producer];
         let batches = &mut producer.lanes[partition].batches;
-        let Some(first) = batches.iter().position(|b| b.state == State::Waiting) else { return };
+        let Some(first) = batches.iter().position(|b| b.state == State::Waiting) else { return false };
         let is_free = batches.iter().skip(first).all(|b| b.state == State::Waiting)
             && batches.iter().take(first).all(|b| !matches!(b.state, State::Refused(_)));
         if is_free && !producer.fatal {
             batches[first].state = State::Sent;
         }
+        is_free && !producer.fatal
     }
 
-    /// The leader takes the oldest batch on the wire, or refuses it. Gives whether there was one.
+    /// The leader takes the oldest batch on the wire, or refuses it.
     fn receive(&mut self, producer: usize, partition: usize, fault: Option<Refused>, now: Duration) -> bool {
         let id = producer;
         let producer = &mut self.producers[producer];
@@ -204,12 +205,14 @@ impl Broker {
         true
     }
 
-    fn replicate(&mut self, partition: usize, records: usize) {
+    fn replicate(&mut self, partition: usize, records: usize) -> bool {
         let partition = &mut self.partitions[partition];
+        let before = partition.high;
         partition.high = partition.high.saturating_add(records).min(partition.log.len());
+        partition.high > before
     }
 
-    /// The oldest answer arrives. Gives whether there was one.
+    /// The oldest answer arrives.
     fn respond(&mut self, producer: usize, partition: usize) -> bool {
         let high = self.partitions[partition].high;
         let producer = &mut self.producers[producer];
@@ -232,13 +235,18 @@ impl Broker {
         true
     }
 
+    /// Where there is something to do.
+    fn busy(&self, rng: &mut Rng) -> Option<(usize, usize)> {
+        let lanes = self.producers.iter().enumerate().flat_map(|(producer, of)| {
+            of.lanes.iter().enumerate().map(move |(partition, lane)| (producer, partition, lane))
+        });
+        let busy: Vec<_> = lanes.filter(|(_, _, lane)| !lane.is_idle()).map(|(p, n, _)| (p, n)).collect();
+        rng.choice(busy)
+    }
+
     /// A fault of some kind, at some producer or partition.
     pub fn fault(&mut self, rng: &mut Rng, now: Duration) {
-        if self.producers.is_empty() {
-            return;
-        }
-        let producer = self.producers.len() - 1 - rng.usize(..self.producers.len().min(2));
-        let partition = rng.usize(..PARTITIONS);
+        let Some((producer, partition)) = self.busy(rng) else { return };
         match rng.u8(..12) {
             0..5 => {
                 let _ = self.receive(producer, partition, Some(Refused::ForNow), now);
@@ -301,8 +309,11 @@ impl Broker {
         }
     }
 
-    /// Brokers forget a producer that was idle for a day.
+    /// Brokers forget a producer that was idle for a day; nothing stays on the wire for so long.
     pub fn forget(&mut self, now: Duration) {
+        for producer in self.producers.iter_mut().filter(|producer| producer.gone) {
+            producer.lanes.iter_mut().for_each(|lane| lane.batches.clear());
+        }
         for partition in &mut self.partitions {
             partition.known.retain(|_, known| now < known.last + FORGOTTEN_AFTER);
         }

@@ -29,6 +29,9 @@ thread_local! {
 #[derive(Default)]
 struct Totals {
     steps: u64,
+    events: u64,
+    repeats: u64,
+    sessions: u64,
     foreign: HashMap<Foreign, (u64, u64)>,
     violations: Vec<(u64, String)>,
 }
@@ -45,6 +48,7 @@ fn history(seed: u64, trace: bool) -> Result<Ended, String> {
 #[test]
 fn every_history_keeps_the_promise() {
     let (seeds, first, trace) = (variable("SEEDS", 10_000), variable("SEED", 1), variable("TRACE", 0) > 0);
+    let enough = variable("VIOLATIONS", 20);
     std::panic::set_hook(Box::new(|info| LAST_PANIC.set(info.to_string())));
     let (next, totals, began) = (AtomicU64::new(first), Mutex::new(Totals::default()), Instant::now());
     let threads = if trace { 1 } else { std::thread::available_parallelism().map_or(1, usize::from) };
@@ -61,6 +65,9 @@ fn every_history_keeps_the_promise() {
                     match ended {
                         Ok(ended) => {
                             totals.steps += ended.steps;
+                            totals.events += ended.events;
+                            totals.repeats += ended.repeats;
+                            totals.sessions += ended.sessions;
                             if let Some(foreign) = ended.foreign {
                                 let counts = totals.foreign.entry(foreign).or_default();
                                 counts.0 += 1;
@@ -69,7 +76,7 @@ fn every_history_keeps_the_promise() {
                         }
                         Err(why) => totals.violations.push((seed, why)),
                     }
-                    if totals.violations.len() >= 20 {
+                    if totals.violations.len() as u64 >= enough {
                         return;
                     }
                 }
@@ -81,8 +88,11 @@ fn every_history_keeps_the_promise() {
     totals.violations.sort();
     let took = began.elapsed().as_secs_f64();
     println!(
-        "sim: seeds={seeds} first={first} steps={} seeds_per_second={:.0} violations={}",
+        "sim: seeds={seeds} first={first} steps={} events={} repeats={} sessions={} seeds_per_second={:.0} violations={}",
         totals.steps,
+        totals.events,
+        totals.repeats,
+        totals.sessions,
         seeds as f64 / took,
         totals.violations.len()
     );

@@ -66,6 +66,8 @@ pub struct Session {
     pub keeper: Option<Task<Position>>,
     pub notary: Option<Task<Lsn>>,
     buffer: VecDeque<Message>,
+    /// Why it ends once it is over.
+    why: Option<String>,
     began: Duration,
     ticked: Duration,
 }
@@ -117,21 +119,26 @@ impl Worker {
             },
             Phase::Streaming(session) => {
                 if let Some(end) = session.turn(env) {
-                    note!(env, "{} ends its session: {end}", self.name);
-                    if let Some(held) = &mut self.memory {
-                        held.lsn = session.line.truth.position();
-                        held.requested = Some(session.line.truth.requested());
-                    }
-                    session.drop_all(env);
-                    match end {
-                        End::Stopped => self.exit(),
-                        End::Failed(_) => self.wait(env),
-                        End::Refused(why) => {
-                            env.refused(self.server, &why);
-                            self.phase = Phase::Refused;
-                        }
-                    }
+                    self.end(env, end);
                 }
+            }
+        }
+    }
+
+    fn end(&mut self, env: &mut Env, end: End) {
+        let Phase::Streaming(session) = &mut self.phase else { return };
+        note!(env, "{} ends its session: {end}", self.name);
+        if let Some(held) = &mut self.memory {
+            held.lsn = session.line.truth.position();
+            held.requested = Some(session.line.truth.requested());
+        }
+        session.drop_all(env);
+        match end {
+            End::Stopped => self.exit(),
+            End::Failed(_) => self.wait(env),
+            End::Refused(why) => {
+                env.refused(self.server, &why);
+                self.phase = Phase::Refused;
             }
         }
     }
@@ -167,6 +174,15 @@ impl Worker {
                 }
             }
             _ => self.kill(env),
+        }
+    }
+
+    /// Nothing happens for a long time, but for the ticks.
+    pub fn idle(&mut self, env: &mut Env) {
+        if let Phase::Streaming(session) = &mut self.phase
+            && !session.lasts(env)
+        {
+            self.end(env, End::Failed("nothing is acknowledged".to_owned()));
         }
     }
 
@@ -313,6 +329,7 @@ impl Prepare {
             keeper: None,
             notary: None,
             buffer: VecDeque::new(),
+            why: None,
             began: env.now,
             ticked: env.now,
         })
@@ -367,7 +384,7 @@ impl Session {
         if self.line.is_over(now) {
             let last = self.line.status(now, false);
             self.tell(env, last);
-            return Some(match env.failures.remove(&self.producer) {
+            return Some(match self.why.take() {
                 Some(why) => End::Failed(why),
                 None => End::Stopped,
             });
@@ -402,7 +419,7 @@ impl Session {
                 self.ticked = env.now;
                 match self.line.tick(now) {
                     Ok(status) => self.tell(env, status),
-                    Err(silent) => return Some(End::Failed(format!("silent for {silent:?}"))),
+                    Err(lost) => return Some(End::Failed(format!("{lost:?}"))),
                 }
             }
             Ready::Fill => {
@@ -444,6 +461,7 @@ impl Session {
                     let Some(output) = output.unwrap_or_else(|e| panic!("{e}")) else { continue };
                     let Output::Publish { seq, record } = output else { panic!("nothing is skipped") };
                     let (partition, event) = (record.partition as usize, event(&record));
+                    note!(env, "event {} of key {} is sent as number {seq}", event.id, event.key);
                     if env.broker.send(self.producer, partition, seq, event).is_err() {
                         let why = DeliveryError::Other("the producer has given up".to_owned());
                         self.report(env, Report::Failed { seq, why });
@@ -461,7 +479,7 @@ impl Session {
     fn report(&mut self, env: &mut Env, report: Report) {
         if let Err(fault) = self.line.report(report, env.now - self.began) {
             env.broker.purge(self.producer);
-            env.failures.insert(self.producer, format!("{fault:?}"));
+            self.why = Some(format!("{fault:?}"));
         }
     }
 
@@ -513,9 +531,15 @@ impl Session {
         })
     }
 
-    /// An idle day goes by, with a keepalive now and then.
-    pub fn idle(&mut self, env: &Env) {
-        self.line.heard(env.now - self.began);
+    /// Time goes by, with a keepalive now and then. Gives whether the session lasts.
+    fn lasts(&mut self, env: &mut Env) -> bool {
+        let now = env.now - self.began;
+        self.line.heard(now);
+        match self.line.tick(now) {
+            Ok(status) => self.tell(env, status),
+            Err(_) => return false,
+        }
+        true
     }
 }
 

@@ -22,7 +22,7 @@ macro_rules! note {
 }
 pub(crate) use note;
 
-const KEYS: u8 = 5;
+const KEYS: u8 = 4;
 
 /// What another hand does once in some histories. From then on a start has to be refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -92,13 +92,18 @@ const FAULTS: [Fault; 11] = [
 
 impl Settings {
     fn new(rng: &mut Rng) -> Self {
+        let foreign = if rng.u8(..) < 80 { rng.choice(FOREIGN) } else { None };
+        let mut faults = FAULTS.map(|_| if rng.bool() { rng.u32(1..8) } else { 0 });
+        if foreign == Some(Foreign::Fork) {
+            faults[Fault::Promote as usize] = 12; // there has to be a timeline 2 first
+        }
         Settings {
             bounds: worker::bounds(rng),
             witness: rng.u8(..) < 200,
-            foreign: if rng.u8(..) < 80 { rng.choice(FOREIGN) } else { None },
-            steps: rng.usize(100..700),
+            foreign,
+            steps: rng.usize(200..1500),
             workers: rng.usize(1..=2),
-            faults: FAULTS.map(|_| if rng.bool() { rng.u32(1..8) } else { 0 }),
+            faults,
         }
     }
 }
@@ -122,13 +127,11 @@ pub struct Env {
     pub servers: Vec<Server>,
     pub connections: Vec<Connection>,
     pub broker: Broker,
-    /// The record outside of the database; the last write wins.
+    /// The record outside of the database.
     pub witness: Option<Held>,
     /// Statements and records of sessions that are gone, which may still be carried out.
     pub left: Vec<Statement>,
     pub late_witness: Vec<Held>,
-    /// By producer, why its session ends.
-    pub failures: HashMap<usize, String>,
     healing: bool,
     instances: u32,
     standby: Option<Server>,
@@ -166,6 +169,9 @@ pub struct World {
 /// What became of a history.
 pub struct Ended {
     pub steps: u64,
+    pub events: u64,
+    pub repeats: u64,
+    pub sessions: u64,
     pub foreign: Option<Foreign>,
     pub refused: bool,
 }
@@ -270,7 +276,9 @@ impl Env {
         }
         note!(self, "the witness has {position} of epoch {}", record.epoch);
         self.known.witnessed = self.known.witnessed.max(position);
-        self.witness = Some(record);
+        // Of two records the greater one counts, whichever was written last.
+        let rank = |record: &Held| (record.epoch, record.timeline, record.lsn);
+        self.witness = self.witness.take().into_iter().chain([record]).max_by_key(rank);
     }
 
     /// Confirmed ≤ witnessed, persisted.
@@ -289,6 +297,9 @@ impl Env {
 
     /// The server ends a connection; what has arrived before is heard or not.
     fn close(&mut self, connection: usize) {
+        if self.connections[connection].closed {
+            return;
+        }
         for _ in 0..self.rng.usize(..=self.connections[connection].statuses.len()) {
             self.hear(connection);
         }
@@ -305,7 +316,7 @@ impl Env {
 
     fn close_all(&mut self, server: usize) {
         for connection in 0..self.connections.len() {
-            if self.connections[connection].server == server && !self.connections[connection].closed {
+            if self.connections[connection].server == server {
                 self.close(connection);
             }
         }
@@ -322,6 +333,7 @@ impl Env {
         for (partition, looked) in self.broker.partitions.iter().zip(&mut self.known.looked) {
             for Event { id, key } in &partition.log[*looked..partition.high] {
                 assert!(self.known.committed.contains(id), "event {id} was never committed");
+                note!(self, "event {id} of key {key} is in Kafka");
                 if !self.known.visible.insert(*id) || self.known.foreign.is_some() {
                     continue;
                 }
@@ -340,14 +352,16 @@ impl Env {
         let at = self.rng.usize(..self.servers.len());
         let server = &mut self.servers[at];
         match self.rng.u8(..16) {
-            0..3 => server.open.push(vec![]),
-            3..7 if !server.open.is_empty() => {
+            0..3 if server.open.len() < 3 => server.open.push(vec![]),
+            3..9 if !server.open.is_empty() => {
                 let transaction = self.rng.usize(..server.open.len());
-                self.events += 1;
-                let event = Event { id: self.events, key: self.rng.u8(..KEYS) };
-                server.insert(transaction, (self.rng.u8(..8) > 0).then_some(event));
+                for _ in 0..self.rng.usize(1..4) {
+                    self.events += 1;
+                    let event = Event { id: self.events, key: self.rng.u8(..KEYS) };
+                    server.insert(transaction, (self.rng.u8(..8) > 0).then_some(event));
+                }
             }
-            7..11 if !server.open.is_empty() => {
+            9..11 if !server.open.is_empty() => {
                 let transaction = self.rng.usize(..server.open.len());
                 server.commit(transaction);
                 let committed = server.committed.last().expect("just committed");
@@ -365,7 +379,7 @@ impl Env {
                     slot.saved = slot.confirmed; // a checkpoint
                 }
             }
-            14 if self.known.foreign.is_none() => self.standby = Some(self.copy()),
+            14 if self.known.foreign.is_none() && self.rng.bool() => self.standby = Some(self.copy()),
             _ => {
                 // The slot is synchronised only as far as the standby has the WAL.
                 if let (Some(standby), Some(slot)) = (&mut self.standby, &self.servers[0].slot)
@@ -499,7 +513,6 @@ impl World {
             witness: None,
             left: vec![],
             late_witness: vec![],
-            failures: HashMap::new(),
             healing: false,
             instances: 0,
             standby: None,
@@ -515,7 +528,7 @@ impl World {
     pub fn run(mut self) -> Ended {
         let steps = self.env.settings.steps;
         let mut foreign_from = self.env.rng.usize(..steps);
-        let backup_at = self.env.rng.usize(..steps);
+        let backup_at = self.env.rng.usize(..steps / 2);
         for step in 0..steps {
             let pause = if self.env.rng.u8(..) < 4 { 3_000_000 } else { 5_000 };
             self.env.now += Duration::from_micros(self.env.rng.u64(0..pause));
@@ -537,6 +550,9 @@ impl World {
         let healed = self.heal();
         Ended {
             steps: (steps + healed) as u64,
+            events: self.env.known.visible.len() as u64,
+            repeats: (self.env.known.looked.iter().sum::<usize>() - self.env.known.visible.len()) as u64,
+            sessions: self.env.broker.producers.len() as u64,
             foreign: self.env.known.foreign,
             refused: self.env.known.refusals > 0,
         }
@@ -545,14 +561,21 @@ impl World {
     fn step(&mut self) {
         match self.env.rng.u8(..100) {
             0..12 => self.env.work(),
-            12..40 => {
+            12..45 => {
                 let worker = self.env.rng.usize(..self.workers.len());
                 self.workers[worker].step(&mut self.env);
             }
-            40..52 => self.serve(),
-            52..60 => self.carry_out(),
-            60..65 => self.write_witness(),
-            65..95 => self.env.broker.step(&mut self.env.rng, self.env.now),
+            45..57 => self.serve(),
+            57..63 => self.carry_out(),
+            63..68 => self.write_witness(),
+            68..94 => {
+                let env = &mut self.env;
+                if env.rng.u32(..64) < env.settings.faults[Fault::Kafka as usize] {
+                    env.broker.fault(&mut env.rng, env.now);
+                } else {
+                    env.broker.step(&mut env.rng, env.now);
+                }
+            }
             _ => self.fault(),
         }
     }
@@ -639,14 +662,13 @@ impl World {
     fn fault(&mut self) {
         let env = &mut self.env;
         let at = env.rng.usize(..FAULTS.len());
-        if env.rng.u32(..24) >= env.settings.faults[at] {
+        if env.rng.u32(..16) >= env.settings.faults[at] {
             return;
         }
         let index = env.rng.usize(..self.workers.len());
         let worker = &mut self.workers[index];
         match FAULTS[at] {
-            Fault::Sql | Fault::Witness => {}
-            Fault::Kafka => env.broker.fault(&mut env.rng, env.now),
+            Fault::Sql | Fault::Witness | Fault::Kafka => {} // where they happen
             Fault::Kill => {
                 note!(env, "{} is killed", worker.name);
                 worker.kill(env);
@@ -659,9 +681,6 @@ impl World {
             Fault::Stop => worker.stop(env),
             Fault::Cut | Fault::BlackHole => {
                 let Some(session) = worker.session() else { return };
-                if env.connections[session.connection].closed {
-                    return;
-                }
                 if let Fault::Cut = FAULTS[at] {
                     env.close(session.connection);
                 } else {
@@ -687,14 +706,15 @@ impl World {
                 env.servers[at].restart(rewinds);
             }
             Fault::Promote => env.promote(),
+            // No process is stopped for a day and wakes up with what it was about to send.
+            Fault::Idle if self.workers.iter().any(|worker| worker.stalled) => {}
             Fault::Idle => {
-                env.now += Duration::from_secs(25 * 3600);
-                env.broker.forget(env.now);
-                for worker in &mut self.workers {
-                    if let Some(session) = worker.session() {
-                        session.idle(env);
-                    }
+                for hours in [2, 25] {
+                    env.now += Duration::from_secs(hours * 3600);
+                    self.workers.iter_mut().for_each(|worker| worker.idle(env));
                 }
+                env.broker.forget(env.now);
+                (0..20).for_each(|_| env.work()); // then all at once
             }
         }
     }
