@@ -19,7 +19,8 @@ for patch in "${patches[@]}"; do
     cp -r Cargo.toml Cargo.lock src tests benches "$copy"
     if ! (cd "$copy" && git apply -) <"$patch"; then echo "mutant $name: the patch no longer applies"; exit 1; fi
     if ! (cd "$copy" && "${build[@]}" --no-run); then echo "mutant $name: does not build"; exit 1; fi
-    if output=$(cd "$copy" && "${build[@]}" -- --nocapture 2>&1); then
+    first=$(sed -n 's/^SEED=//p' "$patch")
+    if output=$(cd "$copy" && SEED=${first:-1} "${build[@]}" -- --nocapture every_history 2>&1); then
         echo "mutant $name: SURVIVED $SEEDS seeds"
         survived+=("$name")
     else

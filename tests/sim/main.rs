@@ -14,7 +14,7 @@ mod worker;
 mod world;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,7 +32,7 @@ struct Totals {
     events: u64,
     repeats: u64,
     sessions: u64,
-    foreign: HashMap<Foreign, (u64, u64)>,
+    foreign: BTreeMap<Foreign, (u64, u64)>,
     violations: Vec<(u64, String)>,
 }
 

@@ -25,7 +25,7 @@ pub(crate) use note;
 const KEYS: u8 = 4;
 
 /// What another hand does once in some histories. From then on a start has to be refused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Foreign {
     AdvanceSlot,
     RecreateSlot,
@@ -150,7 +150,8 @@ struct Known {
     order: HashMap<u8, Vec<u32>>,
     /// Per partition, how far the log was looked at.
     looked: [usize; PARTITIONS],
-    /// The greatest position that the witness has had.
+    /// The greatest record that the witness has had, and the greatest position.
+    best: Option<Held>,
     witnessed: u64,
     /// Published events end there, and are gone since the WAL was left at the first position.
     phantom: Option<(u64, u64)>,
@@ -278,7 +279,9 @@ impl Env {
         self.known.witnessed = self.known.witnessed.max(position);
         // Of two records the greater one counts, whichever was written last.
         let rank = |record: &Held| (record.epoch, record.timeline, record.lsn);
-        self.witness = self.witness.take().into_iter().chain([record]).max_by_key(rank);
+        let best = self.known.best.take().into_iter().chain([record]).max_by_key(rank);
+        self.known.best.clone_from(&best);
+        self.witness = best;
     }
 
     /// Confirmed ≤ witnessed, persisted.
@@ -404,7 +407,10 @@ impl Env {
         standby.promote(self.servers[0].incarnation + 1);
         note!(self, "promoted: timeline {} from {:?}", standby.timeline, standby.history);
         let left = u64::from(standby.history.last().expect("just left").1);
-        if let Some(witness) = &self.witness {
+        // A record of an older timeline says nothing about this one's WAL.
+        if let Some(witness) = &self.known.best
+            && witness.timeline == self.servers[0].timeline
+        {
             let published = u64::from(witness.lsn);
             let mut lost =
                 self.servers[0].committed.iter().filter(|t| t.commit_lsn >= left && t.end_lsn <= published);
@@ -452,7 +458,7 @@ impl Env {
             }
             Foreign::Fork => {
                 let Some(mut other) = self.backup.take() else { return false };
-                let Some(witness) = &self.witness else { return false };
+                let Some(witness) = &self.known.best else { return false };
                 let Some((_, left)) =
                     witness.history.iter().find(|(timeline, _)| *timeline == other.timeline)
                 else {
@@ -469,7 +475,7 @@ impl Env {
                 self.replace(other);
             }
             Foreign::Restore => {
-                let (Some(mut backup), Some(witness)) = (self.backup.take(), &self.witness) else {
+                let (Some(mut backup), Some(witness)) = (self.backup.take(), &self.known.best) else {
                     return false;
                 };
                 let is_old = u64::from(witness.lsn) > backup.row.position || witness.epoch > backup.row.epoch;
