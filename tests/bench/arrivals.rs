@@ -9,7 +9,7 @@ use rdkafka::consumer::{BaseConsumer, Consumer as _};
 use rdkafka::message::{BorrowedMessage, Headers as _, Message as _};
 use rdkafka::{Offset, TopicPartitionList};
 
-use crate::support::oracle::Topic;
+use crate::support::oracle::{self, Topic};
 use crate::support::tally::Tally;
 
 pub const PARTITIONS: i32 = 6;
@@ -46,6 +46,28 @@ pub fn take(tally: &mut Tally, message: &BorrowedMessage<'_>) -> Option<u64> {
         message.key().unwrap_or_default(),
         header("revision").unwrap_or_default(),
     )
+}
+
+/// Counts the messages of a topic while others work: one connection, and few questions.
+pub struct Counter<'a> {
+    consumer: BaseConsumer,
+    topic: &'a Topic,
+}
+
+impl<'a> Counter<'a> {
+    pub fn new(topic: &'a Topic) -> Self {
+        Counter { consumer: oracle::consumer(&topic.brokers), topic }
+    }
+
+    /// `None` when the broker does not answer in time.
+    pub fn count(&self) -> Option<u64> {
+        let limit = Duration::from_secs(10);
+        let end = |partition| {
+            let (_, end) = self.consumer.fetch_watermarks(&self.topic.name, partition, limit).ok()?;
+            u64::try_from(end).ok()
+        };
+        (0..self.topic.partitions).map(end).sum()
+    }
 }
 
 /// How many messages were appended in each millisecond.

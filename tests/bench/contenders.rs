@@ -73,10 +73,12 @@ impl Job<'_> {
     pub fn prepare(&self, contender: Contender, folder: &Path) -> Command {
         let command = match contender {
             Contender::Floor => self.pg_recvlogical(),
-            Contender::Tailer => worker::program(&self.adopt(folder), &["--log-format", "json", "run"]),
+            Contender::Tailer => {
+                worker::program(&self.adopt(folder, "kafka"), &["--log-format", "json", "run"])
+            }
             Contender::TailerMock => {
                 let mut command = Command::new(std::env::current_exe().unwrap());
-                command.arg("worker-for-the-mock-broker").arg(self.adopt(folder));
+                command.arg("worker-for-the-mock-broker").arg(self.adopt(folder, "none"));
                 command
             }
             Contender::Debezium => self.connect(folder),
@@ -113,8 +115,9 @@ impl Job<'_> {
         command
     }
 
-    /// Writes the worker's configuration and takes the slot over. Nothing is tuned.
-    fn adopt(&self, folder: &Path) -> PathBuf {
+    /// Writes the worker's configuration and takes the slot over. Nothing is tuned; the mock broker cannot
+    /// hold a witness.
+    fn adopt(&self, folder: &Path, witness: &str) -> PathBuf {
         let config = folder.join("outbox-tailer.toml");
         let mut text = String::new();
         let url = format!(
@@ -127,6 +130,7 @@ impl Job<'_> {
         let slot = self.slot;
         writeln!(text, "[postgres]\nurl = {url:?}\nslot = {slot:?}\npublication = {PUBLICATION:?}").unwrap();
         writeln!(text, "tls_mode = {tls_mode:?}\n[kafka]\nbrokers = {:?}", self.brokers).unwrap();
+        writeln!(text, "[witness]\nkind = {witness:?}").unwrap();
         writeln!(text, "[[outbox]]\ntable = 'public.outbox_event'\ntopic = {:?}", self.topic).unwrap();
         std::fs::write(&config, text).unwrap();
         // Once for each slot: a later start finds its row.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::arrivals::{self, Arrivals};
+use crate::arrivals::{self, Arrivals, Counter};
 use crate::backlog::Backlog;
 use crate::contenders::{Contender, Job, Running, Transport};
 use crate::figures::Figure;
@@ -119,6 +119,7 @@ pub fn publish(
     let began = Instant::now();
     let mut process = start();
     let mut streaming = Streaming::wait(backlog, slot, &process, began);
+    let counter = Counter::new(topic);
     let (mut count, mut last_progress) = (0, Instant::now());
     while count < figure.events {
         assert!(
@@ -126,9 +127,8 @@ pub fn publish(
             "no progress at {count} events: {}",
             process.last_words()
         );
-        std::thread::sleep(Duration::from_millis(50)); // polls a condition
-        let now = topic.count().cast_unsigned();
-        if now > count {
+        std::thread::sleep(Duration::from_millis(100)); // polls a condition
+        if let Some(now) = counter.count().filter(|now| *now > count) {
             (count, last_progress) = (now, Instant::now());
         }
     }
@@ -167,10 +167,11 @@ pub fn outage(backlog: &mut Backlog, site: &Site, seconds: u64) -> Figure {
         linger_ms: 5,
     };
     let mut process = Running::start(job.prepare(contender, &folder), &folder);
+    let counter = Counter::new(&topic);
     let reaches = |process: &Running, events: u64| {
         within(Duration::from_secs(300), "the events arrive", &mut || {
             assert!(!process.has_ended(), "{}", process.last_words());
-            (topic.count().cast_unsigned() >= events).then_some(())
+            counter.count().filter(|count| *count >= events)
         });
     };
     reaches(&process, figure.events / 10);

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::arrivals::{self, Arrivals};
+use crate::arrivals::{self, Arrivals, Counter};
 use crate::backlog::{self, Workload};
 use crate::contenders::Running;
 use crate::figures::Figure;
@@ -49,9 +49,10 @@ pub fn poll(workload: Workload, site: &Site) -> Figure {
     let since_ms = drain::now_ms();
     let mut process = Running::start(command, &folder);
     let deadline = Instant::now() + Duration::from_secs(600);
-    while topic.count().cast_unsigned() < workload.events {
+    let counter = Counter::new(&topic);
+    while counter.count().is_none_or(|count| count < workload.events) {
         assert!(Instant::now() < deadline && !process.has_ended(), "the poller: {}", process.last_words());
-        std::thread::sleep(Duration::from_millis(50)); // polls a condition
+        std::thread::sleep(Duration::from_millis(100)); // polls a condition
     }
     let events = workload.events as f64;
     figure.cpu_us_per_event = processes::usage(process.pid()).map(|u| u.cpu_s * 1e6 / events);

@@ -67,7 +67,8 @@ fn markdown(figures: &[Figure], about: &[String]) -> String {
             "Every contender drains a copy of the same slot, in turn. Events per second count from the moment it has \
              the slot to the broker's time of appending the last message (`pg_recvlogical`: to its end). Medians of \
              the rounds; a ratio is the median of the ratios within each round. Processor time is user and system \
-             time of the whole process, its start included.",
+             time of the whole process, its start included. `outbox-tailer-mock` publishes to librdkafka's mock broker, \
+             which keeps only the newest messages: those are counted, not read.",
             &["drain", "cpu", "memory"],
         );
         text.push_str("| transport | workload | contender | events/s | × floor | × Debezium | CPU µs/event | × walsender's | × Debezium's | walsender µs/event | broker µs/event | peak MB | lost / inverted / repeats |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");

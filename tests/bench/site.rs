@@ -40,12 +40,12 @@ impl Site {
 pub fn stop_servers_on_signals() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     std::thread::spawn(move || {
-        runtime.block_on(async {
+        let name = runtime.block_on(async {
             let mut terminate = signal(SignalKind::terminate()).unwrap();
             let mut interrupt = signal(SignalKind::interrupt()).unwrap();
-            tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+            tokio::select! { _ = terminate.recv() => "SIGTERM", _ = interrupt.recv() => "SIGINT" }
         });
-        eprintln!("stopping the servers");
+        eprintln!("{name}: stopping the servers");
         let ours = format!("{}-", std::process::id());
         for entry in std::fs::read_dir(format!("{}/.dev/test", servers::ROOT)).into_iter().flatten().flatten()
         {
