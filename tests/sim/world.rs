@@ -439,6 +439,9 @@ impl Env {
             // PostgreSQL lets nobody touch a slot in use.
             Foreign::AdvanceSlot if free && end > position => {
                 let to = self.rng.u64(position + 1..=end);
+                // It stops between two records.
+                let cut = self.servers[0].committed.iter().find(|t| (t.commit_lsn..t.end_lsn).contains(&to));
+                let to = cut.map_or(to, |t| t.end_lsn);
                 let Some(slot) = &mut self.servers[0].slot else { return false };
                 slot.confirmed = slot.confirmed.max(to);
             }
