@@ -61,14 +61,6 @@ impl Refusal {
     }
 }
 
-impl Refusal {
-    /// Gone are events that were never streamed, and no later look at the server shows it: such a
-    /// refusal outlives the process.
-    pub fn from_name_of_lasting(name: &str) -> Option<Self> {
-        [Refusal::Gap, Refusal::Publication].into_iter().find(|refusal| refusal.name() == name)
-    }
-}
-
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
@@ -88,6 +80,11 @@ impl Error {
         Self::new(Kind::Refusal(refusal), message)
     }
 
+    /// A refusal that no later look would find again: it outlives the process.
+    pub fn lasting(refusal: Refusal, message: impl Into<String>) -> Self {
+        Self::refusal(refusal, message).with_detail(serde_json::json!({ "lasting": true }))
+    }
+
     pub fn bug(message: impl Into<String>) -> Self {
         Self::new(Kind::Bug, message)
     }
@@ -97,6 +94,7 @@ impl Error {
             NoStart::NotSetUp(text) => Error::mistake(text),
             NoStart::NotYet(text) => Error::wait(text),
             NoStart::Gap(text) | NoStart::Ahead(text) => Error::refusal(Refusal::Gap, text),
+            NoStart::ByHand(text) => Error::lasting(Refusal::Gap, text),
             NoStart::Identity(text) => Error::refusal(Refusal::Identity, text),
         }
     }

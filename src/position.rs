@@ -453,7 +453,7 @@ impl Store {
             .into());
         }
         if confirmed != self.confirmed {
-            return Err(Error::refusal(
+            return Err(Error::lasting(
                 Refusal::Gap,
                 format!(
                     "the position of slot {} was changed from {} to {confirmed} by another hand",
@@ -539,12 +539,12 @@ pub fn refusal_record(refusal: Refusal, error: &Error, decision: Option<i64>) ->
 /// # Errors
 /// By SQLSTATE.
 pub async fn standing_refusal(client: &Client, slot: &str, record: &Value) -> Result<Option<Error>> {
-    let Some(refusal) = record["kind"].as_str().and_then(Refusal::from_name_of_lasting) else {
+    if record["detail"]["lasting"] != true {
         return Ok(None);
-    };
+    }
     let Some(decision) = record["decision"].as_i64() else { return Ok(None) };
     // The record may have been written beside a start-over.
     let (_, started_over) = last_decision(client, slot, decision).await?;
     let message = record["message"].as_str().unwrap_or_default();
-    Ok((!started_over).then(|| Error::refusal(refusal, message).with_detail(record["detail"].clone())))
+    Ok((!started_over).then(|| Error::lasting(Refusal::Gap, message)))
 }

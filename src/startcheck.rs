@@ -95,6 +95,9 @@ pub enum NoStart {
     /// A gap too, unless something that was not asked yet knows that we confirmed so much.
     #[error("{0}")]
     Ahead(String),
+    /// The position row was changed by another hand, which no later look would find again.
+    #[error("{0}")]
+    ByHand(String),
     /// Another server, a copy, or a history that does not hold what was published.
     #[error("{0}")]
     Identity(String),
@@ -148,7 +151,7 @@ pub fn judge(facts: &Facts<'_>) -> Result<Start, NoStart> {
     }
     let position = row.position;
     let changed = |limit: &str| {
-        Err(NoStart::Gap(format!(
+        Err(NoStart::ByHand(format!(
             "the position row of slot {name} says {position}, which {limit}: it was changed by another hand, and events before it may not be published; once they are taken care of, run `outbox-tailer init --start-over --from-now`"
         )))
     };
@@ -352,6 +355,7 @@ mod tests {
     }
 
     const GAP: fn(String) -> NoStart = NoStart::Gap;
+    const BY_HAND: fn(String) -> NoStart = NoStart::ByHand;
     const IDENTITY: fn(String) -> NoStart = NoStart::Identity;
 
     #[test]
@@ -382,13 +386,13 @@ mod tests {
 
     #[test]
     fn a_position_that_another_hand_has_raised_is_refused() {
-        refuses(|w| w.row().position = lsn(111), GAP, "more than we have asked for");
+        refuses(|w| w.row().position = lsn(111), BY_HAND, "more than we have asked for");
         refuses(
             |w| {
                 w.held.clear();
                 w.row().position = lsn(201);
             },
-            GAP,
+            BY_HAND,
             "beyond the end of the server's WAL",
         );
     }
@@ -425,7 +429,7 @@ mod tests {
         refuses(|w| w.held[0].lsn = lsn(120), IDENTITY, "restored or older copy");
         refuses(
             |w| (w.held[0].lsn, w.system.wal_end) = (lsn(100), lsn(99)),
-            GAP,
+            BY_HAND,
             "beyond the end of the server's WAL, 0/63",
         );
         refuses(|w| w.held[0].timeline = 2, IDENTITY, "older copy");

@@ -57,10 +57,18 @@ impl Record {
         (self.epoch, self.timeline, self.position)
     }
 
-    /// What cannot be read counts most, so that somebody hears of it.
-    fn rank_of(bytes: &[u8]) -> (i64, u32, Lsn) {
-        let unreadable = (i64::MAX, u32::MAX, Lsn::from(u64::MAX));
-        serde_json::from_slice(bytes).map_or(unreadable, |record: Record| record.rank())
+    fn parse(bytes: &[u8]) -> Option<Record> {
+        serde_json::from_slice(bytes).ok()
+    }
+}
+
+/// Which of two records of a slot counts: the greater one; what cannot be read, only while nothing
+/// readable follows, so that somebody hears of it.
+fn greater(one: Option<Vec<u8>>, next: Vec<u8>) -> Vec<u8> {
+    let rank = |bytes: &[u8]| Record::parse(bytes).map(|record| record.rank());
+    match one {
+        Some(one) if rank(&next).is_some() && rank(&one) > rank(&next) => one,
+        _ => next,
     }
 }
 
@@ -145,7 +153,17 @@ pub async fn read(config: &Config, system_identifier: &str) -> Result<Option<Rec
 /// # Errors
 /// A wait when Kafka does not answer, a mistake when it does not let us.
 pub async fn prepare(config: &Config) -> Result<Option<String>> {
-    let Settings::Kafka { topic } = &config.witness else { return Ok(None) };
+    let topic = match &config.witness {
+        Settings::Kafka { topic } => topic,
+        Settings::None => return Ok(None),
+        Settings::File(path) => {
+            let beside = beside(path, &config.postgres.slot);
+            let tried = std::fs::File::create(&beside).and_then(|_| std::fs::remove_file(&beside));
+            return tried
+                .map(|()| None)
+                .map_err(|e| unavailable(&format!("{} cannot be written", path.display()), e));
+        }
+    };
     let admin = kafka::admin(&config.kafka)?;
     let made = async {
         // The broker's own replication factor; one partition, because one reader reads it all.
@@ -161,7 +179,10 @@ pub async fn prepare(config: &Config) -> Result<Option<String>> {
                 become_known(&config.kafka, topic).await?;
                 Ok(Some(format!("made topic {topic}, the witness")))
             }
-            Some(Err((_, RDKafkaErrorCode::TopicAlreadyExists))) => Ok(None),
+            Some(Err((_, RDKafkaErrorCode::TopicAlreadyExists))) => {
+                become_known(&config.kafka, topic).await?; // another `init` may have made it just now
+                Ok(None)
+            }
             Some(Err((_, code))) => Err(Error::mistake(format!(
                 "Kafka does not make topic {topic}, the witness: {code}; make it by hand (one partition, cleanup.policy=compact), or set witness.kind"
             ))),
@@ -245,13 +266,13 @@ fn read_topic(kafka: &Kafka, topic: &str, key: &str) -> Result<Option<Vec<u8>>> 
         from = (high - tail).max(low);
         tail = tail.saturating_mul(10);
         if let Some(found) = scan(&consumer, topic, key, from, end).map_err(failed)? {
-            return Ok(Some(found));
+            return Ok(found);
         }
     }
     Ok(None)
 }
 
-/// The greatest record of the key at offsets `from..end`. The topic's compaction keeps the last one, but
+/// The record of the key that counts (`Some(None)`: deleted by a tombstone) at offsets `from..end`. The topic's compaction keeps the last one, but
 /// only of closed segments; by then whoever has the slot has written again.
 fn scan(
     consumer: &Reader,
@@ -259,11 +280,11 @@ fn scan(
     key: &str,
     from: i64,
     end: i64,
-) -> Result<Option<Vec<u8>>, KafkaError> {
+) -> Result<Option<Option<Vec<u8>>>, KafkaError> {
     let mut at = TopicPartitionList::new();
     at.add_partition_offset(topic, 0, Offset::Offset(from))?;
     consumer.assign(&at)?;
-    let mut found = None;
+    let mut found: Option<Option<Vec<u8>>> = None;
     let mut silent = 0;
     loop {
         match consumer.poll(ASK_TIMEOUT) {
@@ -276,7 +297,7 @@ fn scan(
                 silent = 0;
                 if message.key() == Some(key.as_bytes()) {
                     let next = message.payload().map(<[u8]>::to_vec);
-                    found = found.into_iter().chain(next).max_by_key(|bytes| Record::rank_of(bytes));
+                    found = Some(next.map(|next| greater(found.flatten(), next)));
                 }
                 if message.offset() + 1 >= end {
                     return Ok(found);
@@ -300,7 +321,8 @@ pub async fn write(writer: &Writer, record: &Record) -> Result<()> {
                 return Err(Error::wait("another worker has written the witness"));
             }
             let (path, shown) = (path.clone(), path.display().to_string());
-            let written = tokio::task::spawn_blocking(move || write_file(&path, &bytes)).await;
+            let beside = beside(&path, &record.slot);
+            let written = tokio::task::spawn_blocking(move || write_file(&path, &beside, &bytes)).await;
             let written = written.map_err(|e| Error::bug("writing the witness").because(e))?;
             written.map_err(|e| unavailable(&format!("{shown} cannot be written"), e))
         }
@@ -314,14 +336,20 @@ pub async fn write(writer: &Writer, record: &Record) -> Result<()> {
 }
 
 /// New content under the old name, and on disk before it counts (POSIX rename, fsync of the folder).
-fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let beside = path.with_extension("new");
-    let mut file = std::fs::File::create(&beside)?;
+fn write_file(path: &Path, beside: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let mut file = std::fs::File::create(beside)?;
     file.write_all(bytes)?;
     file.sync_all()?;
-    std::fs::rename(&beside, path)?;
+    std::fs::rename(beside, path)?;
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::File::open(folder)?.sync_all()
+}
+
+/// Each worker's own, whatever their files are called.
+fn beside(path: &Path, slot: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{slot}.new"));
+    PathBuf::from(name)
 }
 
 /// Where records are written.

@@ -23,7 +23,7 @@ use crate::cli::InitArgs;
 use crate::commands::run::{check_columns, read_slot};
 use crate::config::{self, Config, TableConfig};
 use crate::descriptor::{Descriptor, Difference};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::position::{self, SCHEMA_VERSION, publication_refusal};
 use crate::postgres::{self, Sql, sql_error};
 use crate::relay::Lsn;
@@ -48,7 +48,7 @@ mod migrations {
 /// A mistake (nothing was changed), or a wait when locks or old transactions did not go away.
 pub async fn init(config: &Config, args: &InitArgs) -> Result<()> {
     let sql = postgres::connect(&config.postgres).await?;
-    let mut init = Init { config, args, sql };
+    let mut init = Init { config, args, sql, epoch: 0 };
     if !args.dry_run {
         init.wait_for_others().await?;
     }
@@ -90,6 +90,8 @@ struct Init<'a> {
     config: &'a Config,
     args: &'a InitArgs,
     sql: Sql,
+    /// Of a row that is made: greater than any that the witness knows.
+    epoch: i64,
 }
 
 impl Init<'_> {
@@ -337,17 +339,28 @@ impl Init<'_> {
         Ok(())
     }
 
-    async fn prepare_witness(&self) -> Result<()> {
-        match (&self.config.witness, self.args.dry_run) {
-            (config::Witness::Kafka { topic }, true) => {
+    /// Before anything is given up: the witness can be written, and of what an earlier life of this
+    /// slot has left there nothing will be held against this one.
+    async fn prepare_witness(&mut self) -> Result<()> {
+        if self.args.dry_run {
+            if let config::Witness::Kafka { topic } = &self.config.witness {
                 println!("-- Kafka topic {topic}, the witness, where it is missing");
             }
-            _ => {
-                if let Some(made) = witness::prepare(self.config).await? {
-                    println!("{made}");
-                }
-            }
+            return Ok(());
         }
+        if let Some(made) = witness::prepare(self.config).await? {
+            println!("{made}");
+        }
+        let mut replication = source::Session::connect(&self.config.postgres, &self.sql.endpoint).await?;
+        let system = replication.identify_system().await?;
+        let earlier = match witness::read(self.config, &system.identifier).await {
+            Err(e) if self.args.start_over && matches!(e.kind, Kind::Refusal(_)) => {
+                println!("{}; it is written anew", e.line());
+                None
+            }
+            earlier => earlier?,
+        };
+        self.epoch = earlier.map_or(0, |record| record.epoch + 1);
         Ok(())
     }
 
@@ -405,7 +418,7 @@ impl Init<'_> {
         if let Some(problem) = descriptor.unsuitable(&self.config.postgres.publication) {
             return Err(Error::mistake(problem));
         }
-        make_row(self.config, &transaction, &system, history, &descriptor, confirmed).await?;
+        make_row(self.config, &transaction, &system, history, &descriptor, confirmed, self.epoch).await?;
         position::audit(
             &transaction,
             &name,
@@ -504,8 +517,7 @@ impl Init<'_> {
     }
 }
 
-/// Writes the position row and, before that is committed, the witness: of what an earlier life of
-/// this slot has left there nothing may be held against this one.
+/// Writes the position row and, before that is committed, the witness.
 async fn make_row(
     config: &Config,
     transaction: &impl GenericClient,
@@ -513,9 +525,8 @@ async fn make_row(
     history: Vec<(u32, Lsn)>,
     descriptor: &Descriptor,
     position: Lsn,
+    epoch: i64,
 ) -> Result<()> {
-    let earlier = witness::read(config, &system.identifier).await?;
-    let epoch = earlier.map_or(0, |record| record.epoch + 1);
     position::insert(transaction, config, system, descriptor, position, epoch).await?;
     let Some(writer) = witness::Writer::new(config)? else { return Ok(()) };
     let record = witness::Record {

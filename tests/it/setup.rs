@@ -530,6 +530,10 @@ fn a_table_is_added_without_losing_what_is_committed_meanwhile() {
         said.contains("table public.extra is published but not in this worker's configuration"),
         "{said}"
     );
+    // What one configuration refuses is nothing to the other, although it stands in the row.
+    crate::support::eventually("the refusal is in the row", || {
+        bed.value::<bool>("SELECT refusal IS NOT NULL FROM outbox_tailer.position").then_some(())
+    });
     old.stop();
     let mut new = bed.streaming();
     let (messages, _) = bed.arrived();

@@ -15,6 +15,7 @@ tests![
     without_a_witness_a_lagging_promotion_passes_unseen,
     a_restored_copy_is_refused,
     a_restored_copy_is_refused_by_a_witness_in_a_file,
+    a_witness_that_cannot_be_read_is_refused_and_written_anew_by_a_start_over,
     a_restored_copy_whose_wal_has_grown_past_the_witness_is_refused,
     a_clone_that_was_first_shuts_the_original_out,
     a_clone_beside_the_original_is_refused,
@@ -149,6 +150,35 @@ fn a_restored_copy_is_refused_by_a_witness_in_a_file() {
     let mut bed = restore_a_copy(&format!("kind = 'file'\nfile = '{}'", file.display()));
     is_refused(&mut bed, "the database is a restored or older copy");
     assert!(std::fs::read_to_string(file).unwrap().contains(&bed.slot));
+}
+
+/// Nothing is given up before it is clear that the new start can be completed.
+fn a_witness_that_cannot_be_read_is_refused_and_written_anew_by_a_start_over() {
+    let file = servers::folder("witness").join("witness.json");
+    let mut bed = Bed::new();
+    bed.exempt(EVENTS, "a start-over gives events up");
+    bed.exempt(POSITIONS, "a start-over makes another slot");
+    bed.settings.witness = format!("kind = 'file'\nfile = '{}'", file.display());
+    bed.write_config();
+    bed.init();
+    delivers(&mut bed, 10);
+    std::fs::write(&file, "").unwrap();
+    let mut worker = bed.start();
+    let said = worker.refuses("identity");
+    assert!(said.contains("cannot be read"), "{said}");
+    worker.kill();
+    let folder = file.parent().unwrap();
+    let away = folder.with_extension("away");
+    std::fs::rename(folder, &away).unwrap();
+    let before = bed.inventory();
+    assert_eq!(bed.run(&["init", "--start-over", "--from-now"]).code, Some(4));
+    assert_eq!(bed.inventory(), before, "a start-over that cannot be completed changes nothing");
+    std::fs::rename(&away, folder).unwrap();
+    let ended = bed.run(&["init", "--start-over", "--from-now"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let mut worker = bed.streaming();
+    new_events_arrive(&mut bed);
+    worker.stop();
 }
 
 fn a_restored_copy_whose_wal_has_grown_past_the_witness_is_refused() {

@@ -499,7 +499,7 @@ impl Session {
             && row.position != self.position
             && row.position != self.requested()
         {
-            return End::Refused(NoStart::Gap("the position was changed by another hand".to_owned()));
+            return End::Refused(NoStart::ByHand("the position was changed by another hand".to_owned()));
         }
         End::Failed("the position was not moved, or nobody knows".to_owned())
     }

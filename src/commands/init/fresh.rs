@@ -136,7 +136,7 @@ impl Init<'_> {
                 "{existing} rows were committed to the outbox just before the slot's start and would never be streamed; --from-now accepts that and records their ids"
             )));
         }
-        make_row(self.config, &transaction, &system, history, &descriptor, point).await?;
+        make_row(self.config, &transaction, &system, history, &descriptor, point, self.epoch).await?;
         position::audit(
             &transaction,
             &slot,
