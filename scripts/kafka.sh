@@ -60,7 +60,9 @@ is_ours() { tr '\0' '\n' 2>/dev/null <"/proc/$1/cmdline" | grep -qxF "$dir/serve
 is_gone() {
   local tasks
   [[ -d /proc/$1 ]] || return 0
-  tasks=$(find "/proc/$1/task" -mindepth 1 -maxdepth 1 2>/dev/null | wc -l) || return 0
+  # A thread that ends while they are listed makes find fail: that says nothing about the process.
+  tasks=$(find "/proc/$1/task" -mindepth 1 -maxdepth 1 2>/dev/null | wc -l) || true
+  [[ -d /proc/$1 ]] || return 0
   ((tasks <= 1)) && ! grep -q '[^[:space:]]' <(tr -d '\0' 2>/dev/null <"/proc/$1/cmdline")
 }
 
