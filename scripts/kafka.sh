@@ -201,7 +201,8 @@ END
 
   ready() { grep -q 'Kafka Server started' <(added); }
   # shellcheck disable=SC2317 # until_true calls it
-  settled() { ready || is_gone "$pid"; }
+  # Twice, because a process has no command line for a moment while it becomes another program.
+  settled() { ready || { is_gone "$pid" && sleep 0.2 && is_gone "$pid"; }; }
   until_true 60 settled || { stop "$dir" KILL; die 1 "not ready after 60 s, see $log"; }
   if ! ready; then
     rm -f "$dir/kafka.pid"
