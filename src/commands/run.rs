@@ -196,7 +196,12 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
     let held: Vec<Held> = remembered.iter().cloned().chain(witness.map(Held::from)).collect();
     // W before P, too: another worker may have moved all of them since the first look.
     let gone = || Error::wait("the position row is gone");
+    let before = row.epoch;
     let row = &position::read(&sql.client, slot_name).await?.ok_or_else(gone)?;
+    if row.epoch != before {
+        // Also `init --accept-kafka`: what was placed by the counts of the first look must not start.
+        return Err(Error::wait("the position row was taken or changed while we were starting"));
+    }
     let system = replication.identify_system().await?;
     let start = judge(slot.as_ref(), Some(row), &system, &held).map_err(Error::no_start)?;
     if let Some((from, to)) = start.phantom {

@@ -221,7 +221,7 @@ fn a_slot_advanced_while_the_worker_starts_is_refused() {
                     AND application_name = 'outbox-tailer'";
     eventually("the worker has looked", || (bed.value::<i64>(sessions) == 2).then_some(()));
     let looked = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
-                  AND application_name = 'outbox-tailer' AND query LIKE '%attgenerated%'";
+                  AND application_name = 'outbox-tailer' AND query LIKE '%commit_lsn%'";
     eventually("the worker asks Kafka", || (bed.value::<i64>(looked) == 1).then_some(()));
     bed.exempt(&[Rule::SlotBehindPosition], "the slot is advanced by hand");
     bed.sql(&format!("SELECT pg_replication_slot_advance('{}', pg_current_wal_lsn())", bed.slot));
