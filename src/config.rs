@@ -394,19 +394,33 @@ pub fn load(
     env: impl Iterator<Item = (String, String)>,
     flags: &Overrides,
 ) -> Result<Config> {
-    let mut table = match file {
-        None => toml::Table::new(),
-        Some(path) => {
-            let text = std::fs::read_to_string(path).map_err(|e| {
+    let text = file
+        .map(|path| {
+            std::fs::read_to_string(path).map_err(|e| {
                 Error::mistake(format!("cannot read the configuration {}", path.display())).because(e)
-            })?;
-            text.parse().map_err(|e: toml::de::Error| {
-                let line = e.span().map_or(1, |s| 1 + text[..s.start.min(text.len())].matches('\n').count());
-                Error::mistake(format!("{}, line {line}: {}", path.display(), e.message()))
-            })?
-        }
-    };
-    let mut place = file.map_or("the configuration".to_owned(), |p| p.display().to_string());
+            })
+        })
+        .transpose()?;
+    let place = file.map_or("the configuration".to_owned(), |path| path.display().to_string());
+    parse(text.as_deref(), place, env, flags)
+}
+
+/// As [`load`]; `place` is what the file is called in messages.
+///
+/// # Errors
+/// The same.
+pub fn parse(
+    file: Option<&str>,
+    mut place: String,
+    env: impl Iterator<Item = (String, String)>,
+    flags: &Overrides,
+) -> Result<Config> {
+    let text = file.unwrap_or_default();
+    let mut table: toml::Table = text.parse().map_err(|e: toml::de::Error| {
+        let before = text.bytes().take(e.span().map_or(0, |span| span.start));
+        let line = 1 + before.filter(|b| *b == b'\n').count();
+        Error::mistake(format!("{place}, line {line}: {}", e.message()))
+    })?;
     for (name, value) in env {
         let Some(rest) = name.strip_prefix(ENV_PREFIX) else { continue };
         // Kubernetes names variables after a service, too.

@@ -49,7 +49,7 @@ pub struct Stream {
 }
 
 /// What came from the server while streaming.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub enum Received {
     /// One pgoutput message, and where it is in the WAL (0 where it is nowhere).
     Wal {
@@ -346,41 +346,7 @@ impl Stream {
     /// # Errors
     /// When the server ends the stream or breaks the protocol.
     pub fn take(&mut self) -> Result<Option<Received>> {
-        loop {
-            let Some((tag, body)) = take_message(&mut self.buffer)? else { return Ok(None) };
-            return match tag {
-                b'd' => match parse_copy_data(body) {
-                    Ok(ReplicationCopyData::XLogData { wal_start, data, .. }) => {
-                        Ok(Some(Received::Wal { lsn: Lsn::from(wal_start.0), data }))
-                    }
-                    Ok(ReplicationCopyData::KeepAlive { wal_end, reply_requested, .. }) => {
-                        Ok(Some(Received::Keepalive { wal_end: Lsn::from(wal_end.0), reply_requested }))
-                    }
-                    Err(e) => Err(Error::wait("the replication stream is malformed").because(e)),
-                },
-                b'N' => {
-                    let fields = ErrorFields::parse(&body);
-                    // Texts are translated, codes are not: object_not_in_prerequisite_state.
-                    let rows_skipped = fields.code.as_deref() == Some("55000");
-                    Ok(Some(Received::Notice { rows_skipped, text: fields.to_error_string() }))
-                }
-                b'E' => {
-                    let error = server_error("the server ended the replication stream", &body);
-                    // undefined_object, before version 18: decoding looks the publication up as of
-                    // the row, where there was none.
-                    match ErrorFields::parse(&body).code.as_deref() {
-                        Some("42704") => Err(Error::refusal(Refusal::Publication, error.line())),
-                        _ => Err(error),
-                    }
-                }
-                b'c' => Err(Error::wait("the server ended the replication stream")),
-                b'S' => continue, // a setting was changed by reload
-                other => Err(Error::wait(format!(
-                    "unexpected message {:?} in the replication stream",
-                    char::from(other)
-                ))),
-            };
-        }
+        take(&mut self.buffer)
     }
 
     /// Sends a standby status update: `flushed` is the persisted position, never more.
@@ -430,6 +396,48 @@ fn lost(endpoint: &Endpoint, e: std::io::Error) -> Error {
         _ => "",
     };
     Error::wait(format!("lost the connection to PostgreSQL at {endpoint}{hint}")).because(e)
+}
+
+/// Takes the next complete message of a stream off the buffer, which holds what was read so far.
+///
+/// # Errors
+/// When the server ends the stream or breaks the protocol.
+pub fn take(buffer: &mut BytesMut) -> Result<Option<Received>> {
+    loop {
+        let Some((tag, body)) = take_message(buffer)? else { return Ok(None) };
+        return match tag {
+            b'd' => match parse_copy_data(body) {
+                Ok(ReplicationCopyData::XLogData { wal_start, data, .. }) => {
+                    Ok(Some(Received::Wal { lsn: Lsn::from(wal_start.0), data }))
+                }
+                Ok(ReplicationCopyData::KeepAlive { wal_end, reply_requested, .. }) => {
+                    Ok(Some(Received::Keepalive { wal_end: Lsn::from(wal_end.0), reply_requested }))
+                }
+                Err(e) => Err(Error::wait("the replication stream is malformed").because(e)),
+            },
+            b'N' => {
+                let fields = ErrorFields::parse(&body);
+                // Texts are translated, codes are not: object_not_in_prerequisite_state.
+                let rows_skipped = fields.code.as_deref() == Some("55000");
+                Ok(Some(Received::Notice { rows_skipped, text: fields.to_error_string() }))
+            }
+            b'E' => {
+                let error = server_error("the server ended the replication stream", &body);
+                // undefined_object, before version 18: decoding looks the publication up as of
+                // the row, where there was none.
+                match ErrorFields::parse(&body).code.as_deref() {
+                    Some("42704") => Err(Error::refusal(Refusal::Publication, error.line())),
+                    _ => Err(error),
+                }
+            }
+            b'c' => Err(Error::wait("the server ended the replication stream")),
+            b'S' => continue, // a setting was changed by reload
+            other => Err(Error::wait(format!(
+                "unexpected message {:?} in the replication stream",
+                char::from(other)
+            ))),
+        };
+    }
 }
 
 /// Cuts one message off the buffer: tag, 4-byte length that counts itself, body.

@@ -64,7 +64,7 @@ impl Record {
 
 /// Which of two records of a slot counts: the greater one; what cannot be read, only while nothing
 /// readable follows, so that somebody hears of it.
-fn greater(one: Option<Vec<u8>>, next: Vec<u8>) -> Vec<u8> {
+pub fn greater(one: Option<Vec<u8>>, next: Vec<u8>) -> Vec<u8> {
     let rank = |bytes: &[u8]| Record::parse(bytes).map(|record| record.rank());
     match one {
         Some(one) if rank(&next).is_some() && rank(&one) > rank(&next) => one,
