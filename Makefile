@@ -1,11 +1,12 @@
 # Everything is fetched and started by scripts/, below .dev/; see the README.
 
-.PHONY: help demo test sim bench bench-instructions clean
+.PHONY: help demo test sim fuzz bench bench-instructions clean
 
 help:
 	@echo 'make demo [EVENTS=n] [RATE=n]   watch orders become messages; ends after n events, else at Ctrl-C'
 	@echo 'make test                       everything that must hold: format, lints, docs, all tests'
 	@echo 'make sim [SEEDS=n] [SEED=first]  n histories in the simulator; TRACE=1 tells them step by step'
+	@echo 'make fuzz [TARGET=t] [SECONDS=n]  libFuzzer on what reads bytes of others; a minute for each target'
 	@echo 'make bench [QUICK=1] [ONLY=path]  measure against pg_recvlogical and Debezium (about an hour)'
 	@echo 'make bench-instructions         instructions of each stage of the core, against those on record'
 	@echo 'make clean                      remove what was fetched and built'
@@ -19,6 +20,9 @@ test:
 sim:
 	@SEEDS='$(or $(SEEDS),100000)' SEED='$(SEED)' TRACE='$(TRACE)' RUST_BACKTRACE=0 \
 		cargo test --quiet --release --no-default-features --test sim -- --nocapture every_history
+
+fuzz:
+	@scripts/fuzz.sh run '$(TARGET)' '$(or $(SECONDS),60)'
 
 bench:
 	@QUICK='$(QUICK)' ONLY='$(ONLY)' EVENTS='$(EVENTS)' ROUNDS='$(ROUNDS)' scripts/bench.sh

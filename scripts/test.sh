@@ -40,6 +40,7 @@ suite "docs" 2 env RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --feat
 suite "core alone" 3 core_stands_alone
 suite "mutants of the core" 3 scripts/mutants.sh
 suite "unit tests" 3 cargo test --quiet --lib --bins --features "$features"
+suite "what the fuzzer found" 1 cargo test --quiet --test fuzz --features "$features"
 suite "containers" 1 cargo test --quiet --test docker --features "$features"
 suite "real servers" 15 cargo test --test it --features "$features"
 suite "the benchmark still works" 2 cargo test --quiet --bench bench --features "$features"
