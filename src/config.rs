@@ -679,9 +679,11 @@ fn tls_mode(text: &str) -> Result<TlsMode> {
         "verify-ca" => TlsMode::VerifyCa,
         "verify-full" => TlsMode::VerifyFull,
         other => {
-            let other = other.split(' ').next().unwrap_or_default();
+            // Behind a value that is missing, or a quote, the next thing may be the password.
+            let word = |c: char| c.is_ascii_alphabetic() || matches!(c, '-' | '_');
+            let shown = if other.chars().all(word) { other } else { "..." };
             return Err(Error::mistake(format!(
-                "postgres.url: sslmode={other} is not one of disable, prefer, require, verify-ca, verify-full"
+                "postgres.url: sslmode={shown} is not one of disable, prefer, require, verify-ca, verify-full"
             )));
         }
     })
@@ -1009,8 +1011,14 @@ mod tests {
 
     #[test]
     fn a_malformed_url_is_refused_without_its_password() {
-        let text = refused(BASE, &[("OUTBOX_TAILER_POSTGRES_URL", "postgres://u:S3cr3t%zz@h:port/db")]);
-        assert!(!text.contains("S3cr3t"), "{text}");
+        for url in [
+            "postgres://u:S3cr3t%zz@h:port/db",
+            "host=h user=u sslmode= password=S3cr3t",
+            "host=h user=u sslmode='require\tpassword=S3cr3t",
+        ] {
+            let text = refused(BASE, &[("OUTBOX_TAILER_POSTGRES_URL", url)]);
+            assert!(!text.contains("S3cr3t"), "{text}");
+        }
         assert!(
             !format!("{:?}", with(BASE, &[("OUTBOX_TAILER_POSTGRES_PASSWORD", "S3cr3t")]).unwrap())
                 .contains("S3cr3t")
