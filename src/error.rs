@@ -109,7 +109,7 @@ impl Error {
         self
     }
 
-    /// The whole chain on one line, without line breaks from servers.
+    /// The whole chain on one line, without line breaks and other controls from servers and files.
     pub fn line(&self) -> String {
         let mut line = self.message.clone();
         let mut source = std::error::Error::source(self);
@@ -122,7 +122,8 @@ impl Error {
             }
             source = cause.source();
         }
-        line.split('\n').map(str::trim).filter(|part| !part.is_empty()).collect::<Vec<_>>().join("; ")
+        let parts = line.split(['\n', '\r']).map(str::trim).filter(|part| !part.is_empty());
+        parts.collect::<Vec<_>>().join("; ").replace(char::is_control, " ")
     }
 
     /// Process exit codes, documented in the README.
