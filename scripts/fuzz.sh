@@ -26,7 +26,7 @@ fuzz() { # target, directories and flags of libFuzzer...
     local name=$1 features=()
     shift
     if [[ " ${worker[*]} " == *" $name "* ]]; then features=(--features "$(scripts/cargo-features.sh)"); fi
-    # Our code is free of `unsafe`; without a sanitizer ten times as much is tried in the same time.
+    # Our code is free of `unsafe`; without a sanitizer more is tried in the same time.
     cargo fuzz run --sanitizer none --target-dir target/fuzz "${features[@]}" "$name" "$@"
 }
 
@@ -59,4 +59,4 @@ for name in "${targets[@]}"; do
         *) echo "run or keep"; exit 2 ;;
     esac
 done
-du -sh fuzz/corpus
+du -sh --apparent-size fuzz/corpus

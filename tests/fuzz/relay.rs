@@ -318,8 +318,8 @@ impl History {
 
     /// With everything acknowledged, everything that came can be confirmed.
     fn acknowledge_all(&mut self) {
-        loop {
-            let Some(at) = self.open().last() else { break };
+        let open: Vec<usize> = self.open().collect();
+        for at in open.into_iter().rev() {
             self.acknowledge_one(at);
             self.judge();
         }
