@@ -4,6 +4,7 @@
 
 mod support;
 
+mod brokers;
 mod messages;
 mod mistakes;
 mod oracles;
@@ -36,7 +37,8 @@ fn main() {
         eprintln!("the tests on real servers are not run: {reason}");
         assert!(std::env::var_os("OUTBOX_TESTS_MUST_RUN").is_none(), "they must run here");
     }
-    let groups: [(&str, &[Test]); 9] = [
+    let groups: [(&str, &[Test]); 10] = [
+        ("brokers", brokers::TESTS),
         ("messages", messages::TESTS),
         ("mistakes", mistakes::TESTS),
         ("oracles", oracles::TESTS),

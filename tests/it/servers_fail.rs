@@ -322,13 +322,9 @@ fn a_frozen_kafka_is_waited_for() {
     let mut worker = bed.streaming();
     let load = Load::start(&bed, 2, Duration::from_millis(2));
     flows(&bed, 200);
-    let signal = |signal: &str| {
-        let pid = bed.kafka.pid().to_string();
-        assert!(std::process::Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
-    };
-    signal("STOP");
+    bed.kafka.signal("STOP");
     std::thread::sleep(Duration::from_secs(6)); // longer than both time-outs
-    signal("CONT");
+    bed.kafka.signal("CONT");
     flows(&bed, 200);
     load.stop();
     all_is_well(&mut bed);

@@ -11,15 +11,24 @@ use postgres::{Client, NoTls};
 pub const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 fn script(name: &str, arguments: &[&str]) -> Output {
+    script_in(&[], name, arguments)
+}
+
+fn script_in(environment: &[(&str, &str)], name: &str, arguments: &[&str]) -> Output {
     Command::new(format!("{ROOT}/scripts/{name}"))
         .args(arguments)
+        .envs(environment.iter().copied())
         .stdin(Stdio::null())
         .output()
         .unwrap_or_else(|e| panic!("cannot run scripts/{name}: {e}"))
 }
 
 fn must(name: &str, arguments: &[&str]) -> String {
-    let output = script(name, arguments);
+    must_in(&[], name, arguments)
+}
+
+fn must_in(environment: &[(&str, &str)], name: &str, arguments: &[&str]) -> String {
+    let output = script_in(environment, name, arguments);
     assert!(
         output.status.success(),
         "scripts/{name} {arguments:?}: {}",
@@ -165,26 +174,75 @@ impl Drop for Postgres {
     }
 }
 
+/// A broker, alone or one of a cluster.
 pub struct Kafka {
     pub folder: PathBuf,
     pub port: u16,
+    /// The addresses of every broker of the cluster.
+    cluster: String,
     properties: Vec<String>,
+    environment: Vec<(&'static str, &'static str)>,
 }
 
 impl Kafka {
     pub fn start(properties: &[&str]) -> Self {
         let port = free_port();
         let properties = properties.iter().map(|p| p.replace("{port}", &port.to_string())).collect();
-        let kafka = Kafka { folder: folder("kafka"), port, properties };
+        let cluster = format!("127.0.0.1:{port}");
+        let kafka = Kafka { folder: folder("kafka"), port, cluster, properties, environment: Vec::new() };
         kafka.start_again();
         kafka
+    }
+
+    /// Three brokers, each of which is a controller, too: any two of them go on without the third. A
+    /// topic has three replicas, and two of them must be in sync.
+    pub fn cluster(properties: &[&str]) -> Vec<Arc<Self>> {
+        let nodes: Vec<(u16, u16)> = (0..3).map(|_| (free_port(), free_port())).collect();
+        let list = |separator: &str, entry: &dyn Fn(usize) -> String| {
+            (0..nodes.len()).map(entry).collect::<Vec<_>>().join(separator)
+        };
+        let cluster = list(",", &|n| format!("127.0.0.1:{}", nodes[n].0));
+        let voters = list(",", &|n| format!("{}@127.0.0.1:{}", n + 1, nodes[n].1));
+        let broker = |n: usize| {
+            let mut all = vec![
+                format!("node.id={}", n + 1),
+                format!("controller.quorum.voters={voters}"),
+                "default.replication.factor=3".to_owned(),
+                "min.insync.replicas=2".to_owned(),
+                "offsets.topic.replication.factor=3".to_owned(),
+                // A dead follower leaves the in-sync replicas, and a dead controller its office, in
+                // seconds (defaults: 30 s and 2 s).
+                "replica.lag.time.max.ms=3000".to_owned(),
+                "controller.quorum.fetch.timeout.ms=2000".to_owned(),
+                "leader.imbalance.check.interval.seconds=1".to_owned(),
+            ];
+            all.extend(properties.iter().map(|p| p.replace("{port}", &nodes[n].0.to_string())));
+            Arc::new(Kafka {
+                folder: folder("kafka"),
+                port: nodes[n].0,
+                cluster: cluster.clone(),
+                properties: all,
+                environment: vec![
+                    ("KAFKA_HEAP_OPTS", "-Xms64m -Xmx256m -XX:+UseSerialGC -XX:TieredStopAtLevel=1"),
+                    ("KAFKA_CLUSTER_ID", "AAAAAAAAAAAAAAAAAAAAAA"),
+                ],
+            })
+        };
+        let brokers: Vec<Arc<Self>> = (0..nodes.len()).map(broker).collect();
+        // None of them serves before there is a quorum.
+        std::thread::scope(|scope| {
+            for broker in &brokers {
+                scope.spawn(|| broker.start_again());
+            }
+        });
+        brokers
     }
 
     pub fn start_again(&self) {
         let port = self.port.to_string();
         let mut arguments = vec!["start", self.folder.to_str().unwrap(), &port];
         arguments.extend(self.properties.iter().map(String::as_str));
-        must("kafka.sh", &arguments);
+        must_in(&self.environment, "kafka.sh", &arguments);
     }
 
     /// `signal`: TERM or KILL.
@@ -192,8 +250,15 @@ impl Kafka {
         must("kafka.sh", &["stop", self.folder.to_str().unwrap(), signal]);
     }
 
+    /// `STOP` freezes it, `CONT` wakes it up.
+    pub fn signal(&self, signal: &str) {
+        let pid = self.pid().to_string();
+        assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
+    }
+
+    /// What clients are given: every broker of the cluster.
     pub fn brokers(&self) -> String {
-        format!("127.0.0.1:{}", self.port)
+        self.cluster.clone()
     }
 
     pub fn pid(&self) -> i32 {
