@@ -5,6 +5,7 @@
 mod support;
 
 mod brokers;
+mod kills;
 mod messages;
 mod mistakes;
 mod oracles;
@@ -13,6 +14,7 @@ mod servers_fail;
 mod setup;
 mod steady;
 mod transactions;
+mod wires;
 mod witness;
 
 use libtest_mimic::{Arguments, Trial};
@@ -37,7 +39,9 @@ fn main() {
         eprintln!("the tests on real servers are not run: {reason}");
         assert!(std::env::var_os("OUTBOX_TESTS_MUST_RUN").is_none(), "they must run here");
     }
-    let groups: [(&str, &[Test]); 10] = [
+    let groups: [(&str, &[Test]); 12] = [
+        ("kills", kills::TESTS),
+        ("wires", wires::TESTS),
         ("brokers", brokers::TESTS),
         ("messages", messages::TESTS),
         ("mistakes", mistakes::TESTS),

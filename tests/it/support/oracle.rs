@@ -240,15 +240,14 @@ impl Reader {
     }
 }
 
-/// Partitions that the broker at this port leads.
-pub fn led_by(topic: &Topic, port: u16) -> Vec<i32> {
+/// Partitions that the broker at this port leads; `None` when nobody says, or one has no leader.
+pub fn led_by(topic: &Topic, port: u16) -> Option<Vec<i32>> {
     let consumer: BaseConsumer = consumer(&topic.brokers);
-    let Ok(metadata) = consumer.fetch_metadata(Some(&topic.name), Duration::from_secs(5)) else {
-        return vec![];
-    };
+    let metadata = consumer.fetch_metadata(Some(&topic.name), Duration::from_secs(5)).ok()?;
     let broker = metadata.brokers().iter().find(|b| b.port() == i32::from(port)).map(|b| b.id());
-    let partitions = metadata.topics()[0].partitions().iter();
-    partitions.filter(|p| Some(p.leader()) == broker).map(|p| p.id()).collect()
+    let partitions = metadata.topics()[0].partitions();
+    let led = partitions.iter().filter(|p| Some(p.leader()) == broker).map(|p| p.id()).collect();
+    partitions.iter().all(|p| p.leader() >= 0).then_some(led)
 }
 
 /// How many replicas of the topic's worst partition are in sync; `None` when nobody says.

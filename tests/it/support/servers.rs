@@ -4,9 +4,11 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
 use postgres::{Client, NoTls};
+
+use super::proxy::Proxy;
 
 pub const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -291,10 +293,58 @@ pub fn shared_postgres() -> Arc<Postgres> {
 /// The broker of all tests that do not stop one; a topic for each test.
 pub fn shared_kafka() -> Arc<Kafka> {
     let mut shared = KAFKA.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    Arc::clone(shared.get_or_insert_with(|| Arc::new(Kafka::start(&[]))))
+    Arc::clone(shared.get_or_insert_with(|| Arc::new(kafka_with_proxies())))
+}
+
+/// The same, with a listener that is reached through a proxy of the test's own.
+pub fn shared_kafka_through_a_proxy() -> (Arc<Kafka>, Proxy) {
+    let kafka = shared_kafka();
+    let proxy = PROXIES.lock().unwrap().pop().expect("more of LISTENERS_BEHIND_PROXIES");
+    (kafka, proxy)
+}
+
+/// One for each test that needs one: clients go where a listener says that it is.
+const LISTENERS_BEHIND_PROXIES: usize = 9;
+static PROXIES: Mutex<Vec<Proxy>> = Mutex::new(Vec::new());
+
+fn kafka_with_proxies() -> Kafka {
+    let mut properties = [
+        "listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT".to_owned(),
+        "listeners=PLAINTEXT://127.0.0.1:{port}".to_owned(),
+        "advertised.listeners=PLAINTEXT://127.0.0.1:{port}".to_owned(),
+    ];
+    let mut threads = Vec::new();
+    for n in 0..LISTENERS_BEHIND_PROXIES {
+        let (listener, proxy) = (free_port(), free_port());
+        properties[0].push_str(&format!(",WIRE{n}:PLAINTEXT"));
+        properties[1].push_str(&format!(",WIRE{n}://127.0.0.1:{listener}"));
+        properties[2].push_str(&format!(",WIRE{n}://127.0.0.1:{proxy}"));
+        threads.push(format!("listener.name.wire{n}.num.network.threads=1"));
+        PROXIES.lock().unwrap().push(Proxy::start_on(proxy, listener));
+    }
+    let all: Vec<&str> = properties.iter().chain(&threads).map(String::as_str).collect();
+    Kafka::start(&all)
+}
+
+/// The brokers of the tests that need three.
+pub type Cluster = Option<Vec<Arc<Kafka>>>;
+
+static CLUSTER: Mutex<Cluster> = Mutex::new(None);
+
+/// For one test at a time; one that has failed may have left it broken.
+pub fn shared_cluster() -> (MutexGuard<'static, Cluster>, Vec<Arc<Kafka>>) {
+    let mut shared = CLUSTER.lock().unwrap_or_else(|broken| {
+        CLUSTER.clear_poison();
+        let mut guard = broken.into_inner();
+        *guard = None;
+        guard
+    });
+    let brokers = shared.get_or_insert_with(|| Kafka::cluster(&[])).clone();
+    (shared, brokers)
 }
 
 pub fn stop_shared() {
+    drop(CLUSTER.lock().map(|mut shared| shared.take()));
     drop(POSTGRES.lock().map(|mut shared| shared.take()));
     drop(KAFKA.lock().map(|mut shared| shared.take()));
 }
