@@ -265,6 +265,7 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
         shutdown_timeout: config.worker.shutdown_timeout,
     };
     Ok(Session {
+        kafka_answers: producer.watch(config.tables[0].topic.clone()),
         // The witness is to know the new epoch before the slot is told anything.
         line: Line::new(relay, Truth::new(confirmed, notary.is_some().then_some(Lsn::from(0))), bounds),
         producer,
