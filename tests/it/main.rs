@@ -4,7 +4,10 @@
 
 mod support;
 
+mod access;
 mod brokers;
+mod disks;
+mod failovers;
 mod kills;
 mod messages;
 mod mistakes;
@@ -39,33 +42,39 @@ fn main() {
         eprintln!("the tests on real servers are not run: {reason}");
         assert!(std::env::var_os("OUTBOX_TESTS_MUST_RUN").is_none(), "they must run here");
     }
-    let groups: [(&str, &[Test]); 12] = [
-        ("kills", kills::TESTS),
-        ("wires", wires::TESTS),
-        ("brokers", brokers::TESTS),
-        ("messages", messages::TESTS),
-        ("mistakes", mistakes::TESTS),
-        ("oracles", oracles::TESTS),
-        ("refusals", refusals::TESTS),
-        ("servers_fail", servers_fail::TESTS),
-        ("setup", setup::TESTS),
-        ("steady", steady::TESTS),
-        ("transactions", transactions::TESTS),
-        ("witness", witness::TESTS),
+    let no_disks = missing.clone().or_else(|| disks::missing().map(str::to_owned));
+    if let (None, Some(reason)) = (&missing, &no_disks) {
+        eprintln!("the tests on full disks are not run: {reason}");
+    }
+    let groups: [(&str, &[Test], bool); 15] = [
+        ("access", access::TESTS, missing.is_some()),
+        ("brokers", brokers::TESTS, missing.is_some()),
+        ("disks", disks::TESTS, no_disks.is_some()),
+        ("failovers", failovers::TESTS, missing.is_some()),
+        ("kills", kills::TESTS, missing.is_some()),
+        ("messages", messages::TESTS, missing.is_some()),
+        ("mistakes", mistakes::TESTS, missing.is_some()),
+        ("oracles", oracles::TESTS, missing.is_some()),
+        ("refusals", refusals::TESTS, missing.is_some()),
+        ("servers_fail", servers_fail::TESTS, missing.is_some()),
+        ("setup", setup::TESTS, missing.is_some()),
+        ("steady", steady::TESTS, missing.is_some()),
+        ("transactions", transactions::TESTS, missing.is_some()),
+        ("wires", wires::TESTS, missing.is_some()),
+        ("witness", witness::TESTS, missing.is_some()),
     ];
     let trials = groups
         .into_iter()
-        .flat_map(|(group, tests)| {
+        .flat_map(|(group, tests, ignored)| {
             tests.iter().map(move |(name, test)| {
                 let test = *test;
                 let run = move || {
                     test();
                     Ok(())
                 };
-                Trial::test(format!("{group}::{name}"), run)
+                Trial::test(format!("{group}::{name}"), run).with_ignored_flag(ignored)
             })
         })
-        .map(|trial| trial.with_ignored_flag(missing.is_some()))
         .collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
     support::servers::stop_shared();

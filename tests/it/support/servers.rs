@@ -98,7 +98,12 @@ impl Postgres {
 
     /// Initialised, so that files can be put into its folder before the start.
     pub fn stopped(version: &str, settings: &[&str]) -> Self {
-        let data = folder("postgres").join("data");
+        Self::stopped_in(folder("postgres"), version, settings)
+    }
+
+    /// The same in a folder of the test's own.
+    pub fn stopped_in(folder: PathBuf, version: &str, settings: &[&str]) -> Self {
+        let data = folder.join("data");
         must("postgres.sh", &["init", version, data.to_str().unwrap()]);
         let settings = settings.iter().map(|s| (*s).to_owned()).collect();
         Postgres { version: version.to_owned(), data, port: free_port(), settings }
@@ -258,6 +263,12 @@ impl Kafka {
         assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
     }
 
+    /// Whether its process has ended.
+    pub fn is_gone(&self) -> bool {
+        std::fs::read_to_string(format!("/proc/{}/stat", self.pid()))
+            .map_or(true, |stat| stat.rsplit(')').next().is_some_and(|rest| rest.trim().starts_with('Z')))
+    }
+
     /// What clients are given: every broker of the cluster.
     pub fn brokers(&self) -> String {
         self.cluster.clone()
@@ -304,7 +315,7 @@ pub fn shared_kafka_through_a_proxy() -> (Arc<Kafka>, Proxy) {
 }
 
 /// One for each test that needs one: clients go where a listener says that it is.
-const LISTENERS_BEHIND_PROXIES: usize = 9;
+const LISTENERS_BEHIND_PROXIES: usize = 10;
 static PROXIES: Mutex<Vec<Proxy>> = Mutex::new(Vec::new());
 
 fn kafka_with_proxies() -> Kafka {
