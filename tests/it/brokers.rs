@@ -83,11 +83,11 @@ fn without_enough_replicas_nothing_is_acknowledged_or_confirmed() {
     bed.confirmed();
     brokers[2].stop("KILL");
     in_sync(&bed, 2);
-    let before = bed.positions();
     bed.insert(1, 100);
     let said = worker.says("Kafka does not acknowledge the oldest event");
     assert_eq!(said["ready"], false);
-    assert_eq!(bed.positions(), before);
+    let end = bed.committed().events.last().unwrap().end_lsn;
+    assert!(bed.positions().1 < end);
     brokers[2].start_again();
     let said = worker.says("Kafka acknowledges again");
     assert_eq!(said["ready"], true);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::servers_fail::number;
 use crate::support::bed::{Bed, EVENTS, Load};
 use crate::support::servers::{self, Postgres};
 use crate::support::worker::Worker;
@@ -56,7 +57,7 @@ fn one_transaction_of_100_000_rows_takes_less_than_64_mb() {
     let mut bed = Bed::new();
     bed.init();
     let mut worker = bed.streaming();
-    bed.insert_many(1, 100_000);
+    bed.insert_many(1, i64::try_from(number("OUTBOX_ROWS", 100_000)).unwrap());
     let (_, verdict) = bed.arrived();
     assert_eq!(verdict.repeats, 0);
     bed.confirmed();

@@ -13,11 +13,13 @@ use crate::support::servers::{self, Postgres};
 use crate::tests;
 
 tests![
+    long_ways_to_both_servers_only_take_longer,
     a_slow_broker_holds_up_the_stream_and_not_the_session,
     an_acknowledgement_lost_after_the_append_repeats_nothing,
     connections_to_kafka_cut_at_random_bytes_repeat_nothing,
     connections_to_postgresql_cut_at_random_bytes_lose_nothing,
-    a_batch_corrupted_on_its_way_is_refused_by_the_broker_and_sent_again,
+    a_batch_corrupted_on_its_way_to_kafka_is_sent_again,
+    a_fatal_error_of_the_producer_is_followed_by_a_new_one,
     a_corrupted_replication_message_is_no_event,
     a_silent_wire_to_postgresql_is_left_and_made_again,
     a_silent_sql_session_beside_a_living_stream_is_left,
@@ -30,6 +32,19 @@ tests![
 fn wal_sender_timeout(bed: &mut Bed, seconds: u32) {
     bed.settings.url.push_str(&format!("?options=-c%20wal_sender_timeout%3D{seconds}s"));
     bed.write_config();
+}
+
+fn long_ways_to_both_servers_only_take_longer() {
+    let (mut bed, kafka) = kafka_through_a_proxy();
+    let postgres = postgres_through_a_proxy(&mut bed);
+    kafka.delay(Duration::from_millis(50));
+    postgres.delay(Duration::from_millis(50));
+    let mut worker = bed.streaming();
+    for key in 0..20 {
+        bed.insert(key, 10);
+    }
+    assert_eq!(all_is_well(&mut bed), 0);
+    worker.stop();
 }
 
 fn a_slow_broker_holds_up_the_stream_and_not_the_session() {
@@ -111,19 +126,37 @@ fn connections_to_postgresql_cut_at_random_bytes_lose_nothing() {
     worker.stop();
 }
 
-/// Its checksum does not fit: permanent for librdkafka, so the producer is made anew.
-fn a_batch_corrupted_on_its_way_is_refused_by_the_broker_and_sent_again() {
+/// The broker sees that its checksum does not fit, and librdkafka sends it again.
+fn a_batch_corrupted_on_its_way_to_kafka_is_sent_again() {
+    let (mut bed, proxy) = kafka_through_a_proxy();
+    let mut worker = bed.streaming();
+    bed.insert(1, 10);
+    bed.arrived();
+    proxy.when(ToServer, "a marked event", Corrupt(ToServer, 0));
+    insert_saying(&mut bed, 1, "a marked event");
+    bed.insert(1, 10);
+    proxy.happened(1);
+    assert_eq!(all_is_well(&mut bed), 0);
+    assert_eq!(worker.logged("streaming").len(), 1, "{:#?}", worker.log());
+    worker.stop();
+}
+
+/// An error code that Kafka does not have, so that the producer cannot go on.
+fn a_fatal_error_of_the_producer_is_followed_by_a_new_one() {
     let (mut bed, proxy) = kafka_through_a_proxy();
     let mut worker = bed.streaming();
     bed.insert(1, 10);
     bed.arrived();
     bed.confirmed();
-    proxy.when(ToServer, "a marked event", Corrupt(ToServer, 0));
+    // ProduceResponse, from version 9 on: length, correlation id, no tags, one topic and its name, one
+    // partition and its number, error code.
+    let error = 4 + 4 + 1 + 1 + (1 + bed.topic.name.len()) + 1 + 4 + 1;
+    proxy.when(ToServer, "a marked event", Corrupt(ToClient, error as u64));
     insert_saying(&mut bed, 1, "a marked event");
-    bed.insert(1, 10);
     proxy.happened(1);
+    assert_eq!(worker.says("Kafka did not take an event")["ready"], false);
     worker.streams_again(2);
-    assert_eq!(all_is_well(&mut bed), 0);
+    assert_eq!(all_is_well(&mut bed), 1, "it was appended");
     worker.stop();
 }
 
