@@ -1,21 +1,18 @@
-//! What the worker may do, the secrets it does it with, and the clock change while it runs.
+//! What the worker may do, and the secrets it does it with, change while it runs.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::mistakes::{Authority, server_with_tls};
-use crate::servers_fail::{all_is_well, flows};
-use crate::support::bed::{Bed, Load};
+use crate::servers_fail::all_is_well;
+use crate::support::bed::Bed;
 use crate::support::servers::{self, Kafka};
-use crate::support::worker::Worker;
 use crate::tests;
 
 tests![
     a_right_to_the_topic_that_is_taken_away_is_waited_for,
     a_rotated_certificate_and_password_are_read_at_the_next_connection,
-    a_clock_that_jumps_by_an_hour_disturbs_nothing,
 ];
 
 /// A length and the bytes, as Kafka's protocol has strings.
@@ -122,44 +119,4 @@ fn a_rotated_certificate_and_password_are_read_at_the_next_connection() {
     all_is_well(&mut bed);
     assert!(!format!("{:?}", worker.log()).contains("after\""), "a secret was printed");
     worker.stop();
-}
-
-/// By hand: `OUTBOX_FAKETIME` is the path of libfaketime.
-fn a_clock_that_jumps_by_an_hour_disturbs_nothing() {
-    let Ok(library) = std::env::var("OUTBOX_FAKETIME") else {
-        return eprintln!("not run: OUTBOX_FAKETIME does not say where libfaketime is");
-    };
-    let mut bed = Bed::new();
-    bed.init();
-    let clock = bed.config.with_file_name("clock");
-    let jump = |to: &str| std::fs::write(&clock, to).unwrap();
-    jump("+0");
-    // Only the wall clock: the kernel's monotonic one never jumps.
-    let environment = [
-        ("LD_PRELOAD", library.as_str()),
-        ("FAKETIME_TIMESTAMP_FILE", clock.to_str().unwrap()),
-        ("FAKETIME_NO_CACHE", "1"),
-        ("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
-    ];
-    bed.observe();
-    let mut worker = Worker::start_in(&environment, &bed.config, &[]);
-    worker.streams();
-    let load = Load::start(&bed, 2, Duration::from_millis(2));
-    for time in ["+3600", "-3600", "+0"] {
-        flows(&bed, 200);
-        jump(time);
-    }
-    flows(&bed, 200);
-    load.stop();
-    assert_eq!(all_is_well(&mut bed), 0);
-    assert_eq!(worker.logged("streaming").len(), 1, "{:#?}", worker.log());
-    let of_the_future = |ms: i64| ms > now_ms() + 3_000_000;
-    let jumped = bed.topic.read().iter().any(|m| m.timestamp_ms.is_some_and(of_the_future));
-    assert!(jumped, "the clock did not jump");
-    worker.stop();
-}
-
-fn now_ms() -> i64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-    i64::try_from(now.as_millis()).unwrap()
 }

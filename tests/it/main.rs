@@ -6,6 +6,7 @@ mod support;
 
 mod access;
 mod brokers;
+mod clock;
 mod disks;
 mod failovers;
 mod kills;
@@ -42,26 +43,31 @@ fn main() {
         eprintln!("the tests on real servers are not run: {reason}");
         assert!(std::env::var_os("OUTBOX_TESTS_MUST_RUN").is_none(), "they must run here");
     }
-    let no_disks = missing.clone().or_else(|| disks::missing().map(str::to_owned));
-    if let (None, Some(reason)) = (&missing, &no_disks) {
-        eprintln!("the tests on full disks are not run: {reason}");
-    }
-    let groups: [(&str, &[Test], bool); 15] = [
-        ("access", access::TESTS, missing.is_some()),
-        ("brokers", brokers::TESTS, missing.is_some()),
-        ("disks", disks::TESTS, no_disks.is_some()),
-        ("failovers", failovers::TESTS, missing.is_some()),
-        ("kills", kills::TESTS, missing.is_some()),
-        ("messages", messages::TESTS, missing.is_some()),
-        ("mistakes", mistakes::TESTS, missing.is_some()),
-        ("oracles", oracles::TESTS, missing.is_some()),
-        ("refusals", refusals::TESTS, missing.is_some()),
-        ("servers_fail", servers_fail::TESTS, missing.is_some()),
-        ("setup", setup::TESTS, missing.is_some()),
-        ("steady", steady::TESTS, missing.is_some()),
-        ("transactions", transactions::TESTS, missing.is_some()),
-        ("wires", wires::TESTS, missing.is_some()),
-        ("witness", witness::TESTS, missing.is_some()),
+    // Some need more than the servers.
+    let unless = |reason: Option<String>| match (&missing, reason) {
+        (None, Some(reason)) => {
+            eprintln!("some tests are not run: {reason}");
+            true
+        }
+        _ => missing.is_some(),
+    };
+    let groups: [(&str, &[Test], bool); 16] = [
+        ("access", access::TESTS, unless(None)),
+        ("brokers", brokers::TESTS, unless(None)),
+        ("clock", clock::TESTS, unless(clock::missing())),
+        ("disks", disks::TESTS, unless(disks::missing())),
+        ("failovers", failovers::TESTS, unless(None)),
+        ("kills", kills::TESTS, unless(None)),
+        ("messages", messages::TESTS, unless(None)),
+        ("mistakes", mistakes::TESTS, unless(None)),
+        ("oracles", oracles::TESTS, unless(None)),
+        ("refusals", refusals::TESTS, unless(None)),
+        ("servers_fail", servers_fail::TESTS, unless(None)),
+        ("setup", setup::TESTS, unless(None)),
+        ("steady", steady::TESTS, unless(None)),
+        ("transactions", transactions::TESTS, unless(None)),
+        ("wires", wires::TESTS, unless(None)),
+        ("witness", witness::TESTS, unless(None)),
     ];
     let trials = groups
         .into_iter()

@@ -132,7 +132,7 @@ fn a_batch_corrupted_on_its_way_to_kafka_is_sent_again() {
     let mut worker = bed.streaming();
     bed.insert(1, 10);
     bed.arrived();
-    proxy.when(ToServer, "a marked event", Corrupt(ToServer, 0));
+    proxy.when(ToServer, "a marked event", Corrupt(ToServer, 0, 0xff));
     insert_saying(&mut bed, 1, "a marked event");
     bed.insert(1, 10);
     proxy.happened(1);
@@ -141,8 +141,9 @@ fn a_batch_corrupted_on_its_way_to_kafka_is_sent_again() {
     worker.stop();
 }
 
-/// An error code that Kafka does not have, so that the producer cannot go on.
+/// An error that librdkafka does not try again after, so that the producer cannot go on.
 fn a_fatal_error_of_the_producer_is_followed_by_a_new_one() {
+    const INVALID_REQUEST: u8 = 42;
     let (mut bed, proxy) = kafka_through_a_proxy();
     let mut worker = bed.streaming();
     bed.insert(1, 10);
@@ -151,7 +152,7 @@ fn a_fatal_error_of_the_producer_is_followed_by_a_new_one() {
     // ProduceResponse, from version 9 on: length, correlation id, no tags, one topic and its name, one
     // partition and its number, error code.
     let error = 4 + 4 + 1 + 1 + (1 + bed.topic.name.len()) + 1 + 4 + 1;
-    proxy.when(ToServer, "a marked event", Corrupt(ToClient, error as u64));
+    proxy.when(ToServer, "a marked event", Corrupt(ToClient, error as u64, INVALID_REQUEST));
     insert_saying(&mut bed, 1, "a marked event");
     proxy.happened(1);
     assert_eq!(worker.says("Kafka did not take an event")["ready"], false);
@@ -170,7 +171,7 @@ fn a_corrupted_replication_message_is_no_event() {
         bed.insert(1, 5);
         bed.arrived();
         bed.confirmed();
-        proxy.spoil(STREAM, Corrupt(ToClient, byte));
+        proxy.spoil(STREAM, Corrupt(ToClient, byte, 0xff));
         bed.insert(1, 5);
         proxy.happened(round + 1);
         worker.streams_again(round + 2);

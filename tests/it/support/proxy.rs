@@ -21,8 +21,8 @@ pub enum Fault {
     Hold(Way),
     /// The connection ends at once on both sides, after so many more bytes of this direction.
     Cut(Way, u64),
-    /// The byte after so many is another one.
-    Corrupt(Way, u64),
+    /// The byte after so many is another one: these bits of it are turned.
+    Corrupt(Way, u64, u8),
 }
 
 /// A fault that waits for its moment.
@@ -39,6 +39,7 @@ struct Connection {
     held: [bool; 2],
     cut: [Option<u64>; 2],
     corrupt: [Option<u64>; 2],
+    turned: u8,
     over: bool,
     ends: Vec<TcpStream>,
 }
@@ -175,13 +176,15 @@ impl Connection {
         match fault {
             Fault::Hold(way) => self.held[way as usize] = true,
             Fault::Cut(way, after) => self.cut[way as usize] = Some(after),
-            Fault::Corrupt(way, after) => self.corrupt[way as usize] = Some(after),
+            Fault::Corrupt(way, after, bits) => {
+                (self.corrupt[way as usize], self.turned) = (Some(after), bits);
+            }
         }
     }
 
     fn end(&mut self) {
         self.over = true;
-        for end in &self.ends {
+        for end in self.ends.drain(..) {
             let _ = end.shutdown(Shutdown::Both);
         }
     }
@@ -262,7 +265,7 @@ fn pass(shared: &Shared, number: usize, way: Way, chunk: &mut [u8]) -> Option<us
         return None;
     }
     if let Some(after) = due(&mut connection.corrupt[way as usize], chunk.len()) {
-        chunk[after] ^= 0xff;
+        chunk[after] ^= connection.turned;
         *happened += 1;
     }
     let cut = due(&mut connection.cut[way as usize], chunk.len());
@@ -289,7 +292,7 @@ impl State {
             let Some(at) = at.filter(|_| trigger.way == way) else { return true };
             connection.spoil(match trigger.fault {
                 Fault::Cut(w, after) if w == way => Fault::Cut(w, at as u64 + after),
-                Fault::Corrupt(w, after) if w == way => Fault::Corrupt(w, at as u64 + after),
+                Fault::Corrupt(w, after, bits) if w == way => Fault::Corrupt(w, at as u64 + after, bits),
                 fault => fault,
             });
             false
