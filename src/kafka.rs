@@ -14,7 +14,7 @@ use rdkafka::producer::{
     BaseRecord, DeliveryResult, Producer as _, ProducerContext, PurgeConfig, ThreadedProducer,
 };
 use rdkafka::{ClientContext, Statistics};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use crate::config::{Kafka, Worker};
 use crate::error::{Error, Kind, Refusal, Result};
@@ -26,12 +26,15 @@ use crate::relay::router::{ID_HEADER, Record};
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
 /// All of them, with the client's set-up and end.
 const PREFLIGHT_TIMEOUT: Duration = Duration::from_secs(20);
+/// How often a broker is asked whether it is there, and how often once none has answered.
+const WATCH_INTERVAL: Duration = Duration::from_secs(10);
+const WATCH_INTERVAL_SILENT: Duration = Duration::from_secs(1);
 
 /// One session's producer. After a failed delivery it is dropped with everything in it and a new
 /// one starts from the persisted position: a message is never sent again alone.
 pub struct Producer {
     /// `Some` until it is dropped.
-    inner: Option<ThreadedProducer<Reports>>,
+    inner: Option<Arc<ThreadedProducer<Reports>>>,
     reports: Arc<Queue>,
     /// librdkafka's `message.max.bytes` in force.
     pub max_message_bytes: usize,
@@ -192,7 +195,13 @@ impl Producer {
         let alone_over_bytes = if one_by_one { 0 } else { limits.smallest.unwrap_or(1_000_000) };
         let knows_limits = limits.smallest.is_some();
         Ok((
-            Producer { inner: Some(inner), reports, max_message_bytes, alone_over_bytes, knows_limits },
+            Producer {
+                inner: Some(Arc::new(inner)),
+                reports,
+                max_message_bytes,
+                alone_over_bytes,
+                knows_limits,
+            },
             facts,
         ))
     }
@@ -228,6 +237,28 @@ impl Producer {
                 None => error.to_string(),
             }),
         })
+    }
+
+    /// Whether Kafka answers, asked now and then for as long as the producer lives: a broker that
+    /// freezes while nothing is in flight shows in no other way.
+    pub fn watch(&self, topic: String) -> watch::Receiver<bool> {
+        let (told, answers) = watch::channel(true);
+        let producer = self.inner.as_ref().map(Arc::downgrade).unwrap_or_default();
+        tokio::spawn(async move {
+            let mut interval = WATCH_INTERVAL;
+            loop {
+                tokio::time::sleep(interval).await;
+                let Some(producer) = producer.upgrade() else { return };
+                let topic = topic.clone();
+                let asked = tokio::task::spawn_blocking(move || {
+                    producer.client().fetch_metadata(Some(&topic), ASK_TIMEOUT).is_ok()
+                });
+                let answered = asked.await.unwrap_or(false);
+                told.send_if_modified(|before| std::mem::replace(before, answered) != answered);
+                interval = if answered { WATCH_INTERVAL } else { WATCH_INTERVAL_SILENT };
+            }
+        });
+        answers
     }
 
     /// Waits until there are reports; cancel-safe.

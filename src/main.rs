@@ -1,6 +1,6 @@
 //! Parses the command line, sets up logs and signals, maps errors to exit codes.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write as _};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("outbox-tailer: {}", error.line());
+            say(&error.line());
             ExitCode::from(error.exit_code())
         }
     }
@@ -68,7 +68,7 @@ fn stop_on_signals() -> Result<watch::Receiver<bool>> {
                 _ = interrupt.recv() => {}
             }
             if forced {
-                eprintln!("outbox-tailer: forced to stop; what was in flight follows at the next start");
+                say("forced to stop; what was in flight follows at the next start");
                 std::process::exit(FORCED);
             }
             let _ = stop.send(true);
@@ -77,14 +77,23 @@ fn stop_on_signals() -> Result<watch::Receiver<bool>> {
     Ok(stopped)
 }
 
+/// For people; nobody may be there to read it (`eprintln!` would panic).
+fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "outbox-tailer: {line}");
+}
+
 fn set_up_logs(cli: &Cli) -> Result<()> {
     // Commands print what they do; only the worker's log is for reading along.
     let default = if matches!(cli.command, Command::Run(_)) { "info" } else { "warn" };
     let directives = cli.common.log.as_deref().unwrap_or(default);
     let filter = EnvFilter::try_new(directives)
         .map_err(|e| Error::mistake(format!("--log {directives:?} is no filter")).because(e))?;
-    let logs =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
+    let logs = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        // It would say on stderr that stderr cannot be written, and panic.
+        .log_internal_errors(false);
     match cli.common.log_format {
         LogFormat::Json => logs.json().flatten_event(true).init(),
         LogFormat::Auto | LogFormat::Text => logs.with_ansi(std::io::stderr().is_terminal()).init(),

@@ -4,6 +4,7 @@
 //! what was accepted; the slot is told of an LSN only after the row with it is committed.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
@@ -14,7 +15,7 @@ use tokio_postgres::{Client, GenericClient, Statement};
 use crate::config::Config;
 use crate::descriptor::{DESCRIPTOR_SQL, Descriptor, Difference, IN_FLIGHT_SQL, table_parameters};
 use crate::error::{Error, Refusal, Result};
-use crate::postgres::{Sql, sql_error};
+use crate::postgres::{STATEMENT_TIMEOUT, Sql, sql_error};
 use crate::relay::progress::Position;
 use crate::relay::{Lsn, Place};
 use crate::startcheck::{Persisted, System};
@@ -327,6 +328,7 @@ struct Store {
     epoch: i64,
     confirmed: Lsn,
     accepted: Descriptor,
+    answer_timeout: Duration,
     /// Told once.
     is_standby: bool,
     in_flight: Statement,
@@ -370,6 +372,7 @@ impl Store {
             epoch,
             confirmed,
             accepted,
+            answer_timeout: STATEMENT_TIMEOUT + config.postgres.silence_timeout,
             is_standby: false,
         })
     }
@@ -391,7 +394,7 @@ impl Store {
             let client = &self.sql.client;
             let described: [&(dyn tokio_postgres::types::ToSql + Sync); 3] =
                 [&self.publication, &self.schemas, &self.tables];
-            if client.query_one(&self.in_flight, &described).await?.get(0) {
+            if self.answered(client.query_one(&self.in_flight, &described)).await?.get(0) {
                 let mut why = format!("a change of publication {} is under way", self.publication);
                 if self.is_standby {
                     why.push_str(" (if it waits for synchronous replication, it waits for this worker and this worker for it)");
@@ -399,21 +402,17 @@ impl Store {
                 return Ok(Moved::Busy(why));
             }
             let [publication, schemas, tables] = described;
-            let row = client
-                .query_one(
-                    &self.advance,
-                    &[
-                        publication,
-                        schemas,
-                        tables,
-                        &self.slot,
-                        &self.epoch,
-                        &self.confirmed,
-                        &position.lsn,
-                        &committed_at,
-                    ],
-                )
-                .await?;
+            let parameters: [&(dyn tokio_postgres::types::ToSql + Sync); 8] = [
+                publication,
+                schemas,
+                tables,
+                &self.slot,
+                &self.epoch,
+                &self.confirmed,
+                &position.lsn,
+                &committed_at,
+            ];
+            let row = self.answered(client.query_one(&self.advance, &parameters)).await?;
             let was_standby = std::mem::replace(&mut self.is_standby, row.get(5));
             if self.is_standby && !was_standby {
                 tracing::warn!("{STANDBY}");
@@ -428,6 +427,19 @@ impl Store {
             self.explain(&now, epoch, confirmed, accepted.map(|Json(d)| d)).await?;
         }
         Ok(Moved::Busy("what is accepted changed at every look".to_owned()))
+    }
+
+    /// A session that says nothing, not even that the statement took too long, is given up: the stream
+    /// may live on while this connection leads nowhere.
+    async fn answered<T>(
+        &self,
+        query: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    ) -> Result<T, AdvanceError> {
+        let silent = |_| {
+            let limit = self.answer_timeout.as_secs();
+            Error::wait(format!("PostgreSQL has not answered for {limit} s, asked to move the position"))
+        };
+        Ok(tokio::time::timeout(self.answer_timeout, query).await.map_err(silent)??)
     }
 
     /// Why the row did not move. Returns only when trying again makes sense.
@@ -523,9 +535,9 @@ pub fn publication_refusal(what: &str) -> Error {
 
 /// Microseconds since 2000-01-01 → time.
 fn system_time(postgres_micros: i64) -> std::time::SystemTime {
-    const POSTGRES_EPOCH: std::time::Duration = std::time::Duration::from_secs(946_684_800);
+    const POSTGRES_EPOCH: Duration = Duration::from_secs(946_684_800);
     let epoch = std::time::UNIX_EPOCH + POSTGRES_EPOCH;
-    let offset = std::time::Duration::from_micros(postgres_micros.unsigned_abs());
+    let offset = Duration::from_micros(postgres_micros.unsigned_abs());
     if postgres_micros >= 0 { epoch + offset } else { epoch - offset }
 }
 

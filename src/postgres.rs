@@ -21,6 +21,9 @@ pub const PINNED_OPTIONS: &str = "-c DateStyle=ISO,MDY -c TimeZone=UTC -c Interv
 const SQL_OPTIONS: &str = "-c default_transaction_read_only=off -c synchronous_commit=local -c statement_timeout=30s \
      -c lock_timeout=20s -c idle_in_transaction_session_timeout=60s -c idle_session_timeout=0 -c search_path=pg_catalog";
 
+/// As above: the server answers every statement within this.
+pub const STATEMENT_TIMEOUT: Duration = Duration::from_secs(30);
+
 pub const APPLICATION_NAME: &str = "outbox-tailer";
 
 /// One of the configured hosts.

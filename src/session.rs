@@ -37,6 +37,8 @@ const QUEUE_FULL_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct Session {
     pub line: Line,
     pub producer: Producer,
+    /// Whether Kafka answers.
+    pub kafka_answers: watch::Receiver<bool>,
     pub keeper: Keeper,
     /// `None` without a witness.
     pub notary: Option<Notary>,
@@ -187,6 +189,13 @@ impl Session {
                         self.report(state, report, now);
                     }
                 }
+                Ok(()) = self.kafka_answers.changed() => {
+                    if *self.kafka_answers.borrow_and_update() {
+                        tracing::info!(ready = !state.stuck, "Kafka answers again");
+                    } else {
+                        tracing::warn!(ready = false, "Kafka does not answer");
+                    }
+                }
                 _ = ticks.tick() => self.tick(state).await?,
                 () = sleep_until(write_at.unwrap_or_else(Instant::now)), if write_at.is_some() => {}
                 filled = self.stream.fill(behind), if reading => {
@@ -274,7 +283,7 @@ impl Session {
         let is_stuck = self.line.stuck(state.now()) >= STUCK_AFTER;
         let was_stuck = std::mem::replace(&mut state.stuck, is_stuck);
         if was_stuck && !is_stuck {
-            tracing::info!(ready = true, "Kafka acknowledges again");
+            tracing::info!(ready = *self.kafka_answers.borrow(), "Kafka acknowledges again");
         }
         if is_stuck && !was_stuck {
             tracing::warn!(

@@ -22,6 +22,8 @@ use crate::source;
 use crate::startcheck::{self, Facts, Held, NoStart, Slot, System};
 use crate::witness::{self, Notary, Writer};
 
+/// Far more than a start takes: a connection that leads nowhere must not hold it up for ever.
+const START_TIMEOUT: Duration = Duration::from_secs(300);
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// How often a refused worker looks whether an operator has decided something.
 const DECISION_POLL: Duration = Duration::from_secs(2);
@@ -121,7 +123,9 @@ enum Attempt {
 async fn attempt(config: &Config, memory: &mut Memory, stop: &mut watch::Receiver<bool>) -> Result<Attempt> {
     let session = tokio::select! {
         _ = stop.changed() => return Ok(Attempt::Stopped),
-        prepared = prepare(config, memory) => prepared?,
+        prepared = tokio::time::timeout(START_TIMEOUT, prepare(config, memory)) => prepared.map_err(|_| {
+            Error::wait(format!("a start has not come to its end in {} s", START_TIMEOUT.as_secs()))
+        })??,
     };
     let outcome = session.run(stop).await;
     if let Some(held) = &mut memory.held {
@@ -265,6 +269,7 @@ async fn prepare(config: &Config, memory: &mut Memory) -> Result<Session> {
         shutdown_timeout: config.worker.shutdown_timeout,
     };
     Ok(Session {
+        kafka_answers: producer.watch(config.tables[0].topic.clone()),
         // The witness is to know the new epoch before the slot is told anything.
         line: Line::new(relay, Truth::new(confirmed, notary.is_some().then_some(Lsn::from(0))), bounds),
         producer,

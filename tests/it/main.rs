@@ -4,6 +4,12 @@
 
 mod support;
 
+mod access;
+mod brokers;
+mod clock;
+mod disks;
+mod failovers;
+mod kills;
 mod messages;
 mod mistakes;
 mod oracles;
@@ -12,6 +18,7 @@ mod servers_fail;
 mod setup;
 mod steady;
 mod transactions;
+mod wires;
 mod witness;
 
 use libtest_mimic::{Arguments, Trial};
@@ -36,30 +43,44 @@ fn main() {
         eprintln!("the tests on real servers are not run: {reason}");
         assert!(std::env::var_os("OUTBOX_TESTS_MUST_RUN").is_none(), "they must run here");
     }
-    let groups: [(&str, &[Test]); 9] = [
-        ("messages", messages::TESTS),
-        ("mistakes", mistakes::TESTS),
-        ("oracles", oracles::TESTS),
-        ("refusals", refusals::TESTS),
-        ("servers_fail", servers_fail::TESTS),
-        ("setup", setup::TESTS),
-        ("steady", steady::TESTS),
-        ("transactions", transactions::TESTS),
-        ("witness", witness::TESTS),
+    // Some need more than the servers.
+    let unless = |reason: Option<String>| match (&missing, reason) {
+        (None, Some(reason)) => {
+            eprintln!("some tests are not run: {reason}");
+            true
+        }
+        _ => missing.is_some(),
+    };
+    let groups: [(&str, &[Test], bool); 16] = [
+        ("access", access::TESTS, unless(None)),
+        ("brokers", brokers::TESTS, unless(None)),
+        ("clock", clock::TESTS, unless(clock::missing())),
+        ("disks", disks::TESTS, unless(disks::missing())),
+        ("failovers", failovers::TESTS, unless(None)),
+        ("kills", kills::TESTS, unless(None)),
+        ("messages", messages::TESTS, unless(None)),
+        ("mistakes", mistakes::TESTS, unless(None)),
+        ("oracles", oracles::TESTS, unless(None)),
+        ("refusals", refusals::TESTS, unless(None)),
+        ("servers_fail", servers_fail::TESTS, unless(None)),
+        ("setup", setup::TESTS, unless(None)),
+        ("steady", steady::TESTS, unless(None)),
+        ("transactions", transactions::TESTS, unless(None)),
+        ("wires", wires::TESTS, unless(None)),
+        ("witness", witness::TESTS, unless(None)),
     ];
     let trials = groups
         .into_iter()
-        .flat_map(|(group, tests)| {
+        .flat_map(|(group, tests, ignored)| {
             tests.iter().map(move |(name, test)| {
                 let test = *test;
                 let run = move || {
                     test();
                     Ok(())
                 };
-                Trial::test(format!("{group}::{name}"), run)
+                Trial::test(format!("{group}::{name}"), run).with_ignored_flag(ignored)
             })
         })
-        .map(|trial| trial.with_ignored_flag(missing.is_some()))
         .collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
     support::servers::stop_shared();

@@ -558,13 +558,13 @@ fn c66_a_slot_of_another_kind_is_left_alone() {
 }
 
 /// A certificate authority and what it signs, as PEM files.
-struct Authority {
-    file: PathBuf,
+pub struct Authority {
+    pub file: PathBuf,
     issuer: rcgen::CertifiedIssuer<'static, rcgen::KeyPair>,
 }
 
 impl Authority {
-    fn new(folder: &Path, name: &str) -> Self {
+    pub fn new(folder: &Path, name: &str) -> Self {
         let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
         params.distinguished_name.push(rcgen::DnType::CommonName, name);
@@ -576,7 +576,7 @@ impl Authority {
     }
 
     /// Certificate and key for a host name.
-    fn certify(&self, host: &str) -> (String, String) {
+    pub fn certify(&self, host: &str) -> (String, String) {
         let key = rcgen::KeyPair::generate().unwrap();
         let params = rcgen::CertificateParams::new(vec![host.to_owned()]).unwrap();
         (params.signed_by(&key, &self.issuer).unwrap().pem(), key.serialize_pem())
@@ -584,7 +584,7 @@ impl Authority {
 }
 
 /// A server with TLS and passwords, whose certificate is for `localhost`.
-fn server_with_tls(authority: &Authority) -> Postgres {
+pub fn server_with_tls(authority: &Authority) -> Postgres {
     use std::os::unix::fs::PermissionsExt as _;
     let server = server_with_passwords("17", &["ssl=on"]);
     let (certificate, key) = authority.certify("localhost");

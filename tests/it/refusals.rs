@@ -20,6 +20,7 @@ tests![
     a_change_that_waits_for_synchronous_replication_holds_up_the_position,
     a_limit_lowered_under_the_worker_is_blamed_on_no_event,
     a_lost_slot_is_refused,
+    a_slot_that_was_idle_for_too_long_is_refused,
     a_publication_dropped_and_made_again_under_load_is_refused,
     a_publication_changed_and_changed_back_between_two_looks_is_refused,
     a_table_taken_out_and_put_in_again_between_two_looks_is_refused,
@@ -313,6 +314,22 @@ fn a_lost_slot_is_refused() {
     let new: Vec<_> = messages.into_iter().filter(|m| !ids.contains(&m.id())).collect();
     oracle::check(&committed, &new);
     worker.stop();
+}
+
+fn a_slot_that_was_idle_for_too_long_is_refused() {
+    let mut bed =
+        Bed::on(Arc::new(Postgres::start(&["idle_replication_slot_timeout=1s"])), servers::shared_kafka());
+    bed.exempt(EVENTS, "the test's own slot is lost as well");
+    let mut worker = streaming(&mut bed);
+    bed.confirmed();
+    worker.stop();
+    let status = format!("SELECT wal_status FROM pg_replication_slots WHERE slot_name = '{}'", bed.slot);
+    eventually("the slot is lost", || {
+        bed.sql("CHECKPOINT");
+        (bed.value::<String>(&status) == "lost").then_some(())
+    });
+    let said = bed.start().refuses("gap");
+    assert!(said.contains("is lost (idle_timeout)"), "{said}");
 }
 
 fn a_publication_dropped_and_made_again_under_load_is_refused() {

@@ -38,7 +38,7 @@ tests![
 
 /// For shutdowns: far more than they take, far less than for ever.
 const HANG: Duration = Duration::from_secs(30);
-const RSS_LIMIT: u64 = 64 << 20;
+pub const RSS_LIMIT: u64 = 64 << 20;
 
 fn own_postgres(settings: &[&str]) -> Bed {
     Bed::on(Arc::new(Postgres::start(settings)), servers::shared_kafka())
@@ -48,18 +48,18 @@ fn own_kafka() -> Bed {
     Bed::on(servers::shared_postgres(), Arc::new(Kafka::start(&[])))
 }
 
-fn number(variable: &str, default: u64) -> u64 {
+pub fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().expect("a number"))
 }
 
 /// Everything has arrived and is confirmed; gives the number of repeats.
-fn all_is_well(bed: &mut Bed) -> usize {
+pub fn all_is_well(bed: &mut Bed) -> usize {
     let (_, verdict) = bed.arrived();
     bed.confirmed();
     verdict.repeats
 }
 
-fn flows(bed: &Bed, events: i64) {
+pub fn flows(bed: &Bed, events: i64) {
     let before = bed.topic.count();
     eventually("events flow", || (bed.topic.count() >= before + events).then_some(()));
 }
@@ -124,7 +124,7 @@ fn sigterm_under_load_loses_nothing() {
 }
 
 /// Waits until the server has sent everything that is committed to the worker.
-fn sent(bed: &mut Bed) {
+pub fn sent(bed: &mut Bed) {
     let end = bed.committed().events.last().unwrap().end_lsn;
     let sql = format!(
         "SELECT coalesce((SELECT sent_lsn >= '0/0'::pg_lsn + {end} FROM pg_stat_replication JOIN pg_replication_slots
@@ -322,13 +322,9 @@ fn a_frozen_kafka_is_waited_for() {
     let mut worker = bed.streaming();
     let load = Load::start(&bed, 2, Duration::from_millis(2));
     flows(&bed, 200);
-    let signal = |signal: &str| {
-        let pid = bed.kafka.pid().to_string();
-        assert!(std::process::Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
-    };
-    signal("STOP");
+    bed.kafka.signal("STOP");
     std::thread::sleep(Duration::from_secs(6)); // longer than both time-outs
-    signal("CONT");
+    bed.kafka.signal("CONT");
     flows(&bed, 200);
     load.stop();
     all_is_well(&mut bed);

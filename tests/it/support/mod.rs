@@ -5,6 +5,7 @@ pub mod bed;
 pub mod interceptor;
 pub mod oracle;
 pub mod poller;
+pub mod proxy;
 pub mod servers;
 pub mod tally;
 pub mod worker;

@@ -52,7 +52,7 @@ pub struct Topic {
 impl Topic {
     pub fn create(brokers: &str, name: &str, partitions: i32, settings: &[(&str, &str)]) -> Self {
         let admin = admin(brokers);
-        let mut topic = NewTopic::new(name, partitions, TopicReplication::Fixed(1));
+        let mut topic = NewTopic::new(name, partitions, TopicReplication::Fixed(-1));
         for (key, value) in settings {
             topic = topic.set(key, value);
         }
@@ -238,6 +238,23 @@ impl Reader {
             self.poll();
         }
     }
+}
+
+/// Partitions that the broker at this port leads; `None` when nobody says, or one has no leader.
+pub fn led_by(topic: &Topic, port: u16) -> Option<Vec<i32>> {
+    let consumer: BaseConsumer = consumer(&topic.brokers);
+    let metadata = consumer.fetch_metadata(Some(&topic.name), Duration::from_secs(5)).ok()?;
+    let broker = metadata.brokers().iter().find(|b| b.port() == i32::from(port)).map(|b| b.id());
+    let partitions = metadata.topics()[0].partitions();
+    let led = partitions.iter().filter(|p| Some(p.leader()) == broker).map(|p| p.id()).collect();
+    partitions.iter().all(|p| p.leader() >= 0).then_some(led)
+}
+
+/// How many replicas of the topic's worst partition are in sync; `None` when nobody says.
+pub fn replicas_in_sync(topic: &Topic) -> Option<usize> {
+    let consumer: BaseConsumer = consumer(&topic.brokers);
+    let metadata = consumer.fetch_metadata(Some(&topic.name), Duration::from_secs(5)).ok()?;
+    metadata.topics()[0].partitions().iter().map(|p| p.isr().len()).min()
 }
 
 pub fn consumer<C>(brokers: &str) -> C

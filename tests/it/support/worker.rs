@@ -84,10 +84,16 @@ pub struct Worker {
 
 impl Worker {
     pub fn start(config: &Path, arguments: &[&str]) -> Self {
+        Self::start_in(&[], config, arguments)
+    }
+
+    /// With these variables beside its usual environment.
+    pub fn start_in(environment: &[(&str, &str)], config: &Path, arguments: &[&str]) -> Self {
         let mut arguments = arguments.to_vec();
         arguments.splice(0..0, ["--log-format", "json", "run"]);
-        let mut child =
-            program(config, &arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut command = program(config, &arguments);
+        command.envs(environment.iter().copied()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
         let log = Arc::new(Mutex::new(Vec::new()));
         let lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let sink = Arc::clone(&log);
