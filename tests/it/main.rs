@@ -2,6 +2,7 @@
 //! `scripts/kafka.sh`. A test that cannot run here is listed as ignored with the reason;
 //! `OUTBOX_TESTS_MUST_RUN=1` turns that into a failure.
 
+#[allow(dead_code)] // `tests/bench` and `tests/torture` use the rest
 mod support;
 
 mod access;

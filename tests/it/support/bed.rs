@@ -36,6 +36,10 @@ pub struct Bed {
     pub client: Client,
     pub config: PathBuf,
     pub settings: Settings,
+    /// What the test's own sessions connect to, wherever the primary is.
+    pub sessions: String,
+    /// What was taken out of the test's own slot already.
+    taken: Vec<Event>,
     /// Events that an operator's decision left unpublished: the verdict does not expect them.
     pub given_up: HashSet<String>,
     exempt: Vec<Rule>,
@@ -115,6 +119,8 @@ impl Bed {
         let slot = format!("s_{name}");
         let brokers = kafka.brokers();
         let bed = Bed {
+            sessions: postgres.url(&name),
+            taken: Vec::new(),
             brokers,
             postgres,
             kafka,
@@ -182,7 +188,16 @@ impl Bed {
         self.observing.set(made > 0);
     }
 
-    fn observer(&self) -> String {
+    /// Like `init`; the test's own slot is kept on standbys, too. Nobody may write meanwhile.
+    pub fn init_with_failover(&mut self) {
+        let ended = self.run(&["init"]);
+        assert_eq!(ended.code, Some(0), "init: {}", ended.stderr);
+        let sql = "SELECT pg_create_logical_replication_slot($1::text::name, 'pgoutput', false, false, true)";
+        self.client.execute(sql, &[&self.observer()]).unwrap();
+        self.observing.set(true);
+    }
+
+    pub fn observer(&self) -> String {
         format!("{OBSERVER}_{}", self.database)
     }
 
@@ -195,8 +210,18 @@ impl Bed {
         if !self.observing.get() && EVENTS.iter().any(|rule| !self.exempt.contains(rule)) {
             self.observe();
         }
-        self.sampler.borrow_mut().get_or_insert_with(|| Sampler::start(self));
+        self.watch();
         Worker::start(&self.config, arguments)
+    }
+
+    /// From now on positions and topic are sampled.
+    pub fn watch(&self) {
+        self.sampler.borrow_mut().get_or_insert_with(|| Sampler::start(self));
+    }
+
+    /// Ends the sampling, and gives what it saw to a test that judges it itself.
+    pub fn unwatch(&mut self) -> Samples {
+        Samples(self.sampler.take().map_or_else(Vec::new, Sampler::stop))
     }
 
     /// Takes rules out of the verdict; `_why`: what the test does that makes them meaningless.
@@ -214,6 +239,7 @@ impl Bed {
     /// Goes on with another server that has the same database; the worker too, from its next start on.
     pub fn move_to(&mut self, server: Arc<Postgres>) {
         self.settings.url = server.url(&self.database);
+        self.sessions.clone_from(&self.settings.url);
         self.write_config();
         self.postgres = server;
         self.client = self.postgres.connect(&self.database);
@@ -297,7 +323,9 @@ impl Bed {
                      'proto_version', '1', 'publication_names', quote_ident($2))";
         let slot = self.observer();
         let rows = self.client.query(sql, &[&slot, &self.observed]).unwrap();
-        let (mut events, mut columns) = (Vec::new(), std::collections::HashMap::new());
+        let (mut events, mut columns) = (self.taken.clone(), std::collections::HashMap::new());
+        // A crash or a failover may put the slot back.
+        let taken = events.last().map_or(0, |event| event.end_lsn);
         let mut open: Vec<(String, String)> = Vec::new();
         for row in &rows {
             let data: &[u8] = row.get(0);
@@ -321,12 +349,30 @@ impl Bed {
                 }
                 pgoutput::Message::Commit(commit) => {
                     let end_lsn = commit.end_lsn.into();
-                    events.extend(open.drain(..).map(|(key, id)| Event { key, id, end_lsn }));
+                    let open = open.drain(..).filter(|_| end_lsn > taken);
+                    events.extend(open.map(|(key, id)| Event { key, id, end_lsn }));
                 }
                 _ => {}
             }
         }
         Committed { events }
+    }
+
+    /// The same, and moves the test's own slot past it.
+    pub fn take_committed(&mut self) -> Committed {
+        let committed = self.committed();
+        self.taken.clone_from(&committed.events);
+        if let Some(last) = committed.events.last() {
+            let sql = "SELECT pg_replication_slot_advance($1::text::name, $2)";
+            self.client.execute(sql, &[&self.observer(), &PgLsn::from(last.end_lsn)]).unwrap();
+        }
+        committed
+    }
+
+    /// After a failover: what was committed past `end` went with the old server. Gives it.
+    pub fn forget_past(&mut self, end: u64) -> Vec<Event> {
+        let survived = self.taken.partition_point(|event| event.end_lsn <= end);
+        self.taken.split_off(survived)
     }
 
     /// Waits until all that is committed has arrived, and checks the promise.
@@ -385,19 +431,8 @@ impl Bed {
 
     /// Judges what was sampled while the test ran, and what the topic holds at its end.
     fn verdict(&mut self, samples: &[Sample]) {
+        self.check_positions(samples);
         let holds = |rule| !self.exempt.contains(&rule);
-        for Sample { confirmed, persisted, .. } in samples {
-            let behind = confirmed <= persisted || !holds(Rule::SlotBehindPosition);
-            assert!(behind, "confirmed {confirmed:X} > persisted {persisted:X}");
-        }
-        for pair in samples.windows(2) {
-            let [(c0, p0), (c1, p1)] = [&pair[0], &pair[1]].map(|s| (s.confirmed, s.persisted));
-            assert!(c0 <= c1 || !holds(Rule::SlotForward), "the slot went back from {c0:X} to {c1:X}");
-            assert!(
-                p0 <= p1 || !holds(Rule::PositionForward),
-                "the position went back from {p0:X} to {p1:X}"
-            );
-        }
         let (persisted, topic) = (holds(Rule::PositionBehindTopic), holds(Rule::Topic));
         if samples.is_empty() || !(persisted || topic) {
             return;
@@ -412,6 +447,28 @@ impl Bed {
         }
         if topic {
             oracle::check_so_far(&committed, &messages);
+        }
+    }
+
+    /// The order of truth in every sample, by what was committed and what the topic holds in the end.
+    pub fn check_samples(&self, samples: &Samples, committed: &Committed, messages: &[Message]) {
+        self.check_positions(&samples.0);
+        check_persisted(&samples.0, committed, messages);
+    }
+
+    fn check_positions(&self, samples: &[Sample]) {
+        let holds = |rule| !self.exempt.contains(&rule);
+        for Sample { confirmed, persisted, .. } in samples {
+            let behind = confirmed <= persisted || !holds(Rule::SlotBehindPosition);
+            assert!(behind, "confirmed {confirmed:X} > persisted {persisted:X}");
+        }
+        for pair in samples.windows(2) {
+            let [(c0, p0), (c1, p1)] = [&pair[0], &pair[1]].map(|s| (s.confirmed, s.persisted));
+            assert!(c0 <= c1 || !holds(Rule::SlotForward), "the slot went back from {c0:X} to {c1:X}");
+            assert!(
+                p0 <= p1 || !holds(Rule::PositionForward),
+                "the position went back from {p0:X} to {p1:X}"
+            );
         }
     }
 }
@@ -451,6 +508,20 @@ fn positions(client: &mut Client, slot: &str) -> (u64, u64) {
     (confirmed, client.query_one(persisted, &[&slot]).unwrap().get::<_, PgLsn>(0).into())
 }
 
+/// What was seen from outside while a test ran.
+pub struct Samples(Vec<Sample>);
+
+impl Samples {
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The greatest position that the slot was seen to have confirmed.
+    pub fn confirmed(&self) -> u64 {
+        self.0.iter().map(|sample| sample.confirmed).max().unwrap_or(0)
+    }
+}
+
 /// Watches the order of truth from outside while a test runs: confirmed ≤ persisted ≤ what the
 /// topic holds, read in this order. A server that cannot be reached is asked again.
 struct Sampler {
@@ -470,7 +541,7 @@ impl Sampler {
     fn start(bed: &Bed) -> Self {
         let (stop, samples) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
         let (stopped, sink) = (Arc::clone(&stop), Arc::clone(&samples));
-        let (url, slot) = (bed.postgres.url(&bed.database), bed.slot.clone());
+        let (url, slot) = (bed.sessions.clone(), bed.slot.clone());
         let ends = oracle::Ends::new(&bed.topic);
         let thread = std::thread::spawn(move || {
             let mut client = None;

@@ -310,43 +310,89 @@ pub struct Verdict {
 /// The promise: every committed id is there, no other, and for each key the first occurrences are
 /// in commit order.
 pub fn check(committed: &Committed, messages: &[Message]) -> Verdict {
-    let repeats = check_so_far(committed, messages);
-    let seen: HashSet<String> = messages.iter().map(Message::id).collect();
-    let lost: Vec<&String> = committed.ids().filter(|id| !seen.contains(*id)).collect();
+    let found = judge(committed, messages);
+    found.assert_so_far();
+    let lost = &found.lost;
     assert!(lost.is_empty(), "{} events were lost, such as {:?}", lost.len(), &lost[..lost.len().min(3)]);
-    Verdict { repeats }
+    Verdict { repeats: found.repeats }
 }
 
 /// What must hold at every moment: no id is there that was not committed, and for each key the first
 /// occurrences are the first that were committed, in that order. Gives the number of repeats.
 pub fn check_so_far(committed: &Committed, messages: &[Message]) -> usize {
-    let mut wanted: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for event in &committed.events {
-        wanted.entry(&event.key).or_default().push(&event.id);
-    }
-    let expected: HashSet<&String> = committed.ids().collect();
-    assert_eq!(expected.len(), committed.events.len(), "an id was committed twice");
-    let mut seen: HashSet<String> = HashSet::new();
-    let mut order: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    let mut sorted: Vec<&Message> = messages.iter().collect();
-    sorted.sort_by_key(|m| (m.partition, m.offset));
-    let mut partitions: HashMap<String, i32> = HashMap::new();
-    for message in sorted {
-        let (id, key) = (message.id(), message.key());
-        assert!(expected.contains(&id), "id {id} was never committed");
-        assert_eq!(
-            *partitions.entry(key.clone()).or_insert(message.partition),
-            message.partition,
-            "key {key} moved"
-        );
-        if seen.insert(id.clone()) {
-            order.entry(key).or_default().push(id);
+    let found = judge(committed, messages);
+    found.assert_so_far();
+    found.repeats
+}
+
+/// The topic against what was committed, as event ids.
+#[derive(Debug, Default)]
+pub struct Findings {
+    /// Committed and not there; before the end these may still come, unless they are skipped.
+    pub lost: Vec<String>,
+    /// Not there, although a later event of their key is.
+    pub skipped: Vec<String>,
+    /// There for the first time after a later event of their key, or in another partition than it.
+    pub inverted: Vec<String>,
+    /// There and never committed, or under a key that is not theirs.
+    pub invented: Vec<String>,
+    /// Second and further occurrences.
+    pub repeats: usize,
+}
+
+impl Findings {
+    fn assert_so_far(&self) {
+        for (what, ids) in [
+            ("were never committed", &self.invented),
+            ("are out of order or in another partition", &self.inverted),
+            ("are not there, but later ones of their keys are", &self.skipped),
+        ] {
+            assert!(ids.is_empty(), "{} events {what}, such as {:?}", ids.len(), &ids[..ids.len().min(3)]);
         }
     }
-    for (key, ids) in &order {
-        let wanted = wanted.get(key.as_str()).map_or(&[][..], Vec::as_slice);
-        let so_far = &wanted[..ids.len().min(wanted.len())];
-        assert_eq!(ids, so_far, "the order of key {key}");
+}
+
+pub fn judge(committed: &Committed, messages: &[Message]) -> Findings {
+    let mut found = Findings::default();
+    let mut wanted: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    let mut places: HashMap<&str, (&str, usize)> = HashMap::new();
+    for event in &committed.events {
+        let of_key = wanted.entry(&event.key).or_default();
+        let before = places.insert(&event.id, (&event.key, of_key.len()));
+        assert!(before.is_none(), "id {} was committed twice", event.id);
+        of_key.push(&event.id);
     }
-    messages.len() - seen.len()
+    let mut sorted: Vec<&Message> = messages.iter().collect();
+    sorted.sort_by_key(|m| (m.partition, m.offset));
+    let mut seen: HashSet<&str> = HashSet::new();
+    // For each key the place after the furthest event so far, and the partition of its first.
+    let mut reached: HashMap<&str, (usize, i32)> = HashMap::new();
+    for message in sorted {
+        let id = message.id();
+        let Some((&known, &(key, place))) = places.get_key_value(id.as_str()) else {
+            found.invented.push(id);
+            continue;
+        };
+        if message.key() != key {
+            found.invented.push(id);
+            continue;
+        }
+        let (next, home) = reached.entry(key).or_insert((0, message.partition));
+        let (is_first, moved) = (seen.insert(known), *home != message.partition);
+        found.repeats += usize::from(!is_first);
+        if moved || (is_first && place < *next) {
+            found.inverted.push(id);
+        }
+        *next = (*next).max(place + 1);
+    }
+    for (key, ids) in &wanted {
+        let next = reached.get(key).map_or(0, |(next, _)| *next);
+        for (place, id) in ids.iter().enumerate().filter(|(_, id)| !seen.contains(*id)) {
+            found.lost.push((*id).to_owned());
+            if place < next {
+                found.skipped.push((*id).to_owned());
+            }
+        }
+    }
+    found
 }

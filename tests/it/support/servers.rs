@@ -124,6 +124,12 @@ impl Postgres {
 
     /// A physical standby, made from a base backup; the server must be an 18.6, which has the program.
     pub fn standby_of(primary: &Postgres, settings: &[&str]) -> Self {
+        let standby = Self::stopped_standby_of(primary, settings);
+        standby.start_again();
+        standby
+    }
+
+    pub fn stopped_standby_of(primary: &Postgres, settings: &[&str]) -> Self {
         let data = folder("standby").join("data");
         let program = must("postgres.sh", &["fetch", &primary.version]) + "/bin/pg_basebackup";
         // With a database, for the synchronisation of slots.
@@ -135,9 +141,7 @@ impl Postgres {
             .unwrap();
         assert!(backup.status.success(), "{}", String::from_utf8_lossy(&backup.stderr));
         let settings = settings.iter().map(|s| (*s).to_owned()).collect();
-        let standby = Postgres { version: primary.version.clone(), data, port: free_port(), settings };
-        standby.start_again();
-        standby
+        Postgres { version: primary.version.clone(), data, port: free_port(), settings }
     }
 
     pub fn start_again(&self) {

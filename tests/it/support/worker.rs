@@ -166,6 +166,10 @@ impl Worker {
         line["message"].as_str().unwrap().to_owned()
     }
 
+    pub fn has_ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().unwrap()
+    }
+
     pub fn signal(&self, signal: &str) {
         let status = Command::new("kill").args(["-s", signal, &self.pid().to_string()]).status().unwrap();
         assert!(status.success(), "kill -s {signal}");
