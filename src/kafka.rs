@@ -123,7 +123,7 @@ impl ProducerContext for Reports {
         let seq = seq as Seq;
         let report = match result {
             Ok(_) => Report::Acked(seq),
-            Err((error, message)) => Report::Failed { seq, why: delivery_error(error, message) },
+            Err((error, message)) => Report::Failed { seq, why: Box::new(delivery_error(error, message)) },
         };
         let mut reports = self.0.reports.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         reports.push(report);

@@ -19,7 +19,7 @@ pub mod progress;
 pub mod router;
 pub mod truth;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 pub use postgres_types::PgLsn as Lsn;
 
@@ -123,7 +123,7 @@ pub struct Relay {
     tables: Vec<Table>,
     /// Rows an operator has decided to go past, with the id they had.
     skip: BTreeSet<(Place, String)>,
-    relations: HashMap<u32, Known>,
+    relations: BTreeMap<u32, Known>,
     transaction: Option<Transaction>,
     progress: Progress,
     failed: bool,
@@ -151,7 +151,7 @@ impl Relay {
         Relay {
             tables,
             skip,
-            relations: HashMap::new(),
+            relations: BTreeMap::new(),
             transaction: None,
             progress: Progress::new(),
             failed: false,
@@ -293,23 +293,25 @@ impl Relay {
             at,
             source: source.clone(),
         })?;
-        let event = binding.event(row).ok_or(RelayError::Protocol("Insert does not fit its Relation"))?;
+        let event = binding
+            .event(&table.mapping, row)
+            .ok_or(RelayError::Protocol("Insert does not fit its Relation"))?;
         let place = Place { commit_lsn: at, ordinal: transaction.inserts };
         transaction.inserts += 1;
+        let (id, key) = (event.id, event.key);
         let poison = |why| Poison {
             table: name(&table.mapping),
-            event_id: event_id(event.id, place),
-            key: event.key.map(lossy),
+            event_id: event_id(id, place),
+            key: key.map(lossy),
             place,
             why,
         };
-        if !self.skip.is_empty() && self.skip.contains(&(place, event_id(event.id, place))) {
+        if !self.skip.is_empty() && self.skip.contains(&(place, event_id(id, place))) {
             self.ignored.skipped += 1;
             return Ok(Some(Output::Skipped(place)));
         }
-        let record =
-            router::route(&table.mapping, &table.route, &event, transaction.begin.commit_time_micros)
-                .map_err(|why| RelayError::Poison(Box::new(poison(why))))?;
+        let record = router::route(&table.route, event, transaction.begin.commit_time_micros)
+            .map_err(|why| RelayError::Poison(Box::new(poison(why))))?;
         let bytes = record.payload_bytes().try_into().unwrap_or(u32::MAX);
         let seq = self.progress.publish(InFlight { bytes, place, table: table_index });
         Ok(Some(Output::Publish { seq, record }))

@@ -127,6 +127,7 @@ impl Session {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut reports = Vec::new();
         loop {
+            self.take_reports(state, &mut reports);
             if !self.line.is_ending()
                 && let Err(error) = self.publish_buffered(state).await
             {
@@ -182,13 +183,8 @@ impl Session {
                 result = written(&mut self.notary) => {
                     self.line.witnessed(result?);
                 }
-                () = self.producer.reported() => {
-                    self.producer.take_reports(&mut reports);
-                    let now = state.now();
-                    for report in reports.drain(..) {
-                        self.report(state, report, now);
-                    }
-                }
+                // A reader that is behind looks by itself, often enough: to be woken costs more than to look.
+                () = self.producer.reported(), if !(behind && reading) => {}
                 Ok(()) = self.kafka_answers.changed() => {
                     if *self.kafka_answers.borrow_and_update() {
                         tracing::info!(ready = !state.stuck, "Kafka answers again");
@@ -217,7 +213,7 @@ impl Session {
                         match hand_over(&self.producer, seq, &record).await {
                             Ok(()) => state.published += 1,
                             Err(why) => {
-                                self.report(state, Report::Failed { seq, why }, now);
+                                self.report(state, Report::Failed { seq, why: Box::new(why) }, now);
                                 return Ok(());
                             }
                         }
@@ -237,6 +233,14 @@ impl Session {
             }
         }
         Ok(())
+    }
+
+    fn take_reports(&mut self, state: &mut State, reports: &mut Vec<Report>) {
+        self.producer.take_reports(reports);
+        let now = state.now();
+        for report in reports.drain(..) {
+            self.report(state, report, now);
+        }
     }
 
     /// After a failed delivery nothing else is sent.

@@ -30,6 +30,9 @@ use socket::{Reads, Socket};
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
 /// A buffer grown by a large row is given back when it is empty and larger than this.
 const KEEP_BUFFER_BYTES: usize = 1 << 20;
+/// A reader that is behind passes so much on at a time: the producer's batches are larger, and there are
+/// fewer changes from one thread to the other.
+const GATHER_BYTES: usize = 256 << 10;
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A walsender session that is not streaming yet.
@@ -46,6 +49,8 @@ pub struct Session {
 pub struct Stream {
     socket: Socket,
     buffer: BytesMut,
+    /// The buffer is still being filled.
+    gathering: bool,
 }
 
 /// What came from the server while streaming.
@@ -291,7 +296,7 @@ impl Session {
         timeout(limit, starting)
             .await
             .map_err(|_| Error::wait(format!("slot {slot} does not start: no answer")))??;
-        Ok(Stream { socket: self.socket, buffer: self.buffer })
+        Ok(Stream { socket: self.socket, buffer: self.buffer, gathering: false })
     }
 
     async fn write(&mut self, message: impl FnOnce(&mut BytesMut) -> std::io::Result<()>) -> Result<()> {
@@ -330,11 +335,21 @@ impl Stream {
         if self.buffer.is_empty() && self.buffer.capacity() > KEEP_BUFFER_BYTES {
             self.buffer = BytesMut::new();
         }
-        let filled = match behind {
-            true => self.socket.fill_behind(&mut self.buffer).await,
-            false => self.socket.fill(&mut self.buffer).await,
-        };
-        filled.map_err(|e| Error::wait("the replication connection is gone").because(e))
+        if !behind && std::mem::take(&mut self.gathering) {
+            return Ok(()); // there is something to take
+        }
+        self.gathering = behind;
+        self.read(behind).await.map_err(|e| Error::wait("the replication connection is gone").because(e))?;
+        self.gathering = false;
+        Ok(())
+    }
+
+    async fn read(&mut self, behind: bool) -> std::io::Result<()> {
+        if !behind {
+            return self.socket.fill(&mut self.buffer).await;
+        }
+        while self.socket.fill_behind(&mut self.buffer).await? && self.buffer.len() < GATHER_BYTES {}
+        Ok(())
     }
 
     pub fn reads(&self) -> Reads {
@@ -346,7 +361,7 @@ impl Stream {
     /// # Errors
     /// When the server ends the stream or breaks the protocol.
     pub fn take(&mut self) -> Result<Option<Received>> {
-        take(&mut self.buffer)
+        if self.gathering { Ok(None) } else { take(&mut self.buffer) }
     }
 
     /// Sends a standby status update: `flushed` is the persisted position, never more.

@@ -4,7 +4,6 @@
 //! Time is what has passed since the session began. The session does the I/O and asks here what to
 //! do; so does the simulator (`tests/sim`), with time and I/O of its own.
 
-use std::collections::HashMap;
 use std::time::Duration;
 
 use super::progress::{Position, Seq};
@@ -45,7 +44,7 @@ pub struct Bounds {
 #[derive(Debug)]
 pub enum Report {
     Acked(Seq),
-    Failed { seq: Seq, why: DeliveryError },
+    Failed { seq: Seq, why: Box<DeliveryError> },
 }
 
 #[derive(Debug)]
@@ -120,7 +119,7 @@ pub struct Line {
     /// `ProducerAppendInfo.checkSequence`), so a second batch could pass a first one that failed.
     alone: Option<Seq>,
     /// By topic and partition, when a record was last sent there: the broker knows this producer.
-    known: HashMap<String, HashMap<i32, Duration>>,
+    known: Vec<(String, Vec<Option<Duration>>)>,
     /// A delivery has failed.
     failed: bool,
     /// Set once the session is to end after what is in flight.
@@ -147,7 +146,7 @@ impl Line {
             last_heard: Duration::ZERO,
             oldest: (0, Duration::ZERO),
             alone: None,
-            known: HashMap::new(),
+            known: Vec::new(),
             failed: false,
             ending: None,
         }
@@ -193,7 +192,7 @@ impl Line {
         let output = self.relay.handle(Input::Wal(data))?;
         if let Some(Output::Publish { seq, record }) = &output {
             let alone =
-                is_first(&mut self.known, record, now) || record.batch_bytes() > self.bounds.alone_over_bytes;
+                is_first(&mut self.known, record, now) || record.batch_bytes > self.bounds.alone_over_bytes;
             self.alone = alone.then_some(*seq);
         }
         Ok(output)
@@ -222,7 +221,7 @@ impl Line {
             }
             Report::Failed { seq, why } => (seq, why),
         };
-        let fault = match why {
+        let fault = match *why {
             // A batch of several fails as a whole, and of some reasons the broker does not say whose
             // they are; only an event that was alone is at fault.
             DeliveryError::Rejected { size, reason, .. } if self.alone != Some(seq) => {
@@ -359,10 +358,15 @@ impl Line {
 }
 
 /// Whether the broker may not know this producer in the record's partition.
-fn is_first(known: &mut HashMap<String, HashMap<i32, Duration>>, record: &Record<'_>, now: Duration) -> bool {
-    if !known.contains_key(record.topic) {
-        known.insert(record.topic.to_owned(), HashMap::new());
+fn is_first(known: &mut Vec<(String, Vec<Option<Duration>>)>, record: &Record<'_>, now: Duration) -> bool {
+    let at = known.iter().position(|(topic, _)| topic == record.topic).unwrap_or_else(|| {
+        known.push((record.topic.to_owned(), Vec::new()));
+        known.len() - 1
+    });
+    let (partitions, partition) = (&mut known[at].1, record.partition as usize);
+    if partitions.len() <= partition {
+        partitions.resize(partition + 1, None);
     }
-    let last = known.get_mut(record.topic).and_then(|p| p.insert(record.partition, now));
+    let last = partitions[partition].replace(now);
     last.is_none_or(|last| now - last > PRODUCER_KNOWN)
 }

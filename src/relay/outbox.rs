@@ -42,8 +42,8 @@ pub struct OutboxEvent<'a> {
     pub id: Option<&'a [u8]>,
     pub key: Option<&'a [u8]>,
     pub payload: Option<&'a [u8]>,
-    /// In the order of [`Mapping::headers`].
-    pub headers: Vec<Option<&'a [u8]>>,
+    /// As in [`Mapping::headers`], with room for one more.
+    pub headers: Vec<(&'a str, Option<&'a [u8]>)>,
 }
 
 /// A mapping bound to the columns of one Relation message.
@@ -93,14 +93,15 @@ impl Binding {
         Ok(Binding { roles, headers })
     }
 
-    /// Picks the event out of a row; `None` when the row has another number of columns than the
+    /// Picks the event out of a row, with the mapping that the binding was made of; `None` when the row has another number of columns than the
     /// Relation message told.
-    pub fn event<'a>(&self, tuple: &Tuple<'a>) -> Option<OutboxEvent<'a>> {
+    pub fn event<'a>(&self, mapping: &'a Mapping, tuple: &Tuple<'a>) -> Option<OutboxEvent<'a>> {
         if tuple.len() != self.roles.len() {
             return None;
         }
-        let mut event =
-            OutboxEvent { id: None, key: None, payload: None, headers: vec![None; self.headers.len()] };
+        let mut headers = Vec::with_capacity(mapping.headers.len() + 1);
+        headers.extend(mapping.headers.iter().map(|(name, _)| (name.as_str(), None)));
+        let mut event = OutboxEvent { id: None, key: None, payload: None, headers };
         for (at, (value, role)) in tuple.values().zip(&self.roles).enumerate() {
             let Value::Text(text) = value else { continue };
             if role.id {
@@ -112,7 +113,7 @@ impl Binding {
             if role.payload {
                 event.payload = Some(text);
             }
-            for (header, &column) in event.headers.iter_mut().zip(&self.headers) {
+            for ((_, header), &column) in event.headers.iter_mut().zip(&self.headers) {
                 if column == at {
                     *header = Some(text);
                 }

@@ -128,23 +128,22 @@ pub fn decode(bytes: &[u8]) -> Result<Message<'_>, DecodeError> {
         b'I' => {
             let relation = r.u32()?;
             expect_tuple(&mut r, b"N")?;
-            let new = tuple(&mut r)?;
-            new.check()?;
+            let new = tuple(&mut r, Unchanged::Refused)?;
             Message::Insert { relation, new }
         }
         b'U' => {
             let relation = r.u32()?;
             if expect_tuple(&mut r, b"KON")? != b'N' {
-                tuple(&mut r)?;
+                tuple(&mut r, Unchanged::Allowed)?;
                 expect_tuple(&mut r, b"N")?;
             }
-            tuple(&mut r)?;
+            tuple(&mut r, Unchanged::Allowed)?;
             Message::Update { relation }
         }
         b'D' => {
             let relation = r.u32()?;
             expect_tuple(&mut r, b"KO")?;
-            tuple(&mut r)?;
+            tuple(&mut r, Unchanged::Allowed)?;
             Message::Delete { relation }
         }
         b'T' => {
@@ -195,13 +194,23 @@ fn expect_tuple(r: &mut Reader<'_>, allowed: &[u8]) -> Result<u8, DecodeError> {
     if allowed.contains(&marker) { Ok(marker) } else { Err(DecodeError::UnknownTuple(marker)) }
 }
 
+/// Whether a TOAST value may be missing because it has not changed: never in an insert, which always
+/// carries its whole row (PostgreSQL manual, "TupleData").
+#[derive(Clone, Copy, PartialEq)]
+enum Unchanged {
+    Allowed,
+    Refused,
+}
+
 /// Takes a tuple off the reader, checking that every column is well formed.
-fn tuple<'a>(r: &mut Reader<'a>) -> Result<Tuple<'a>, DecodeError> {
+fn tuple<'a>(r: &mut Reader<'a>, unchanged: Unchanged) -> Result<Tuple<'a>, DecodeError> {
     let columns = r.u16()?;
     let start = r.0;
     for _ in 0..columns {
         match r.u8()? {
-            b'n' | b'u' => {}
+            b'n' => {}
+            b'u' if unchanged == Unchanged::Allowed => {}
+            b'u' => return Err(DecodeError::UnchangedToast),
             b't' => {
                 let len = r.u32()? as usize;
                 r.take(len)?;
@@ -226,32 +235,18 @@ impl<'a> Tuple<'a> {
     /// The values in column order.
     pub fn values(&self) -> impl Iterator<Item = Value<'a>> + use<'a> {
         let mut r = Reader(self.bytes);
-        (0..self.columns).map(move |_| {
-            value(&mut r)
-                .expect("checked when the tuple was decoded")
-                .expect("inserts hold no unchanged value")
-        })
-    }
-
-    /// An insert always carries its whole row (PostgreSQL manual, "TupleData").
-    fn check(&self) -> Result<(), DecodeError> {
-        let mut r = Reader(self.bytes);
-        for _ in 0..self.columns {
-            value(&mut r)?.ok_or(DecodeError::UnchangedToast)?;
-        }
-        Ok(())
+        (0..self.columns).map(move |_| value(&mut r).expect("checked when the tuple was decoded"))
     }
 }
 
-/// `None`: an unchanged TOAST value.
-fn value<'a>(r: &mut Reader<'a>) -> Result<Option<Value<'a>>, DecodeError> {
+/// A value of an insert.
+fn value<'a>(r: &mut Reader<'a>) -> Result<Value<'a>, DecodeError> {
     match r.u8()? {
-        b'n' => Ok(Some(Value::Null)),
-        b't' => {
+        b'n' => Ok(Value::Null),
+        _ => {
             let len = r.u32()? as usize;
-            Ok(Some(Value::Text(r.take(len)?)))
+            Ok(Value::Text(r.take(len)?))
         }
-        _ => Ok(None),
     }
 }
 

@@ -1,7 +1,7 @@
 //! [`OutboxEvent`] → [`Record`]: topic, partition, key, value, headers, as Debezium's outbox event
 //! router makes them (with the string converter for key and value).
 
-use super::outbox::{Mapping, OutboxEvent};
+use super::outbox::OutboxEvent;
 
 /// Where the events of one outbox table go.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,6 +67,9 @@ pub struct Record<'a> {
     pub headers: Vec<(&'a str, Option<&'a [u8]>)>,
     /// Milliseconds since 1970-01-01 UTC; `None` leaves it to the producer.
     pub timestamp_ms: Option<i64>,
+    /// Size of a batch that holds only this record: what a broker compares with the topic's
+    /// `max.message.bytes` (Kafka protocol, record batch version 2).
+    pub batch_bytes: usize,
 }
 
 /// Why an event can never be published as it is.
@@ -88,18 +91,16 @@ pub const ID_HEADER: &str = "id";
 /// # Errors
 /// [`Unpublishable`], which only an operator's decision gets past.
 pub fn route<'a>(
-    mapping: &'a Mapping,
     route: &'a Route,
-    event: &OutboxEvent<'a>,
+    event: OutboxEvent<'a>,
     commit_time_micros: i64,
 ) -> Result<Record<'a>, Unpublishable> {
     let id = event.id.ok_or(Unpublishable::NullId)?;
     let key = event.key.ok_or(Unpublishable::NullKey)?;
     let Topic::Fixed(topic) = &route.topic;
-    let mut headers = Vec::with_capacity(1 + mapping.headers.len());
-    headers.push((ID_HEADER, Some(id)));
-    headers.extend(mapping.headers.iter().map(|(name, _)| name.as_str()).zip(event.headers.iter().copied()));
-    let record = Record {
+    let mut headers = event.headers;
+    headers.insert(0, (ID_HEADER, Some(id)));
+    let mut record = Record {
         topic: &topic.name,
         partition: partition(key, topic.partitions),
         key,
@@ -109,9 +110,11 @@ pub fn route<'a>(
             Timestamp::Produce => None,
             Timestamp::Commit => Some(unix_ms(commit_time_micros)),
         },
+        batch_bytes: 0,
     };
     let limits = topic.limits;
-    let bytes = record.batch_bytes();
+    let bytes = record.count_batch_bytes();
+    record.batch_bytes = bytes;
     let over_topic = !limits.compressed && limits.topic.is_some_and(|limit| bytes > limit);
     if over_topic || record.payload_bytes() > limits.client {
         return Err(Unpublishable::TooLarge { bytes, limits });
@@ -120,9 +123,7 @@ pub fn route<'a>(
 }
 
 impl Record<'_> {
-    /// Size of a batch that holds only this record: what a broker compares with the topic's
-    /// `max.message.bytes` (Kafka protocol, record batch version 2).
-    pub fn batch_bytes(&self) -> usize {
+    fn count_batch_bytes(&self) -> usize {
         const BATCH_HEADER: usize = 61;
         let field = |bytes: Option<&[u8]>| {
             let len = bytes.map_or(-1, |b| b.len() as i64);
@@ -227,8 +228,9 @@ mod tests {
             value: Some(&[0; 100]),
             headers: vec![("id", Some(b"x")), ("n", None)],
             timestamp_ms: None,
+            batch_bytes: 0,
         };
         // 61 + length(2) + 3 + key(1+1) + value(2+100) + count(1) + id(1+2+1+1) + n(1+1+1)
-        assert_eq!(record.batch_bytes(), 61 + 2 + 3 + 2 + 102 + 1 + 5 + 3);
+        assert_eq!(record.count_batch_bytes(), 61 + 2 + 3 + 2 + 102 + 1 + 5 + 3);
     }
 }

@@ -129,19 +129,19 @@ impl Socket {
         if read == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
     }
 
-    /// The same for a reader that is behind: lets the window shut first. Cancel-safe: a nap goes on
-    /// where it was.
-    pub async fn fill_behind(&mut self, buffer: &mut BytesMut) -> io::Result<()> {
+    /// The same for a reader that is behind: lets the window shut first. `true`: more is there to be
+    /// read at once. Cancel-safe: a nap goes on where it was.
+    pub async fn fill_behind(&mut self, buffer: &mut BytesMut) -> io::Result<bool> {
         // TLS gives half of what a plain read does.
         if self.nap.is_none() && self.unlooked_bytes >= READ_BYTES {
             self.unlooked_bytes = 0;
-            self.nap =
-                self.transport.queued_bytes()?.filter(|queued| *queued < self.shut_bytes).map(Nap::new);
+            let queued = self.transport.queued_bytes()?;
+            self.nap = (queued < self.shut_bytes).then(|| Nap::new(queued));
             self.reads.gathered += u64::from(self.nap.is_some());
         }
         while let Some(nap) = &self.nap {
             tokio::time::sleep_until(nap.until).await;
-            let queued = self.transport.queued_bytes()?.unwrap_or(0);
+            let queued = self.transport.queued_bytes()?;
             if queued > nap.queued_bytes && queued < SHUT_MAX_BYTES {
                 self.nap = Some(Nap::new(queued));
                 continue;
@@ -151,7 +151,8 @@ impl Socket {
             }
             self.nap = None;
         }
-        self.fill(buffer).await
+        self.fill(buffer).await?;
+        Ok(self.transport.queued_bytes()? >= SHUT_MIN_BYTES)
     }
 
     pub async fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
@@ -249,15 +250,14 @@ async fn negotiate(
 }
 
 impl Transport {
-    /// Bytes waiting in the kernel; `None` on a Unix socket, which has no window to shut and wants
-    /// to be read promptly.
-    fn queued_bytes(&self) -> io::Result<Option<usize>> {
-        let tcp = match self {
-            Transport::Unix(_) => return Ok(None),
-            Transport::Tcp(tcp) => tcp,
-            Transport::Tls(stream) => stream.get_ref().0,
+    /// Bytes waiting in the kernel.
+    fn queued_bytes(&self) -> io::Result<usize> {
+        let queued = match self {
+            Transport::Unix(unix) => rustix::io::ioctl_fionread(unix)?,
+            Transport::Tcp(tcp) => rustix::io::ioctl_fionread(tcp)?,
+            Transport::Tls(stream) => rustix::io::ioctl_fionread(stream.get_ref().0)?,
         };
-        Ok(Some(usize::try_from(rustix::io::ioctl_fionread(tcp)?).unwrap_or(usize::MAX)))
+        Ok(usize::try_from(queued).unwrap_or(usize::MAX))
     }
 }
 

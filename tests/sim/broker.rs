@@ -364,5 +364,5 @@ impl Lane {
 }
 
 fn failed(seq: Seq) -> Report {
-    Report::Failed { seq, why: DeliveryError::Other("the broker does not take it".to_owned()) }
+    Report::Failed { seq, why: Box::new(DeliveryError::Other("the broker does not take it".to_owned())) }
 }

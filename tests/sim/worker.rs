@@ -464,7 +464,7 @@ impl Session {
                     note!(env, "event {} of key {} is sent as number {seq}", event.id, event.key);
                     if env.broker.send(self.producer, partition, seq, event).is_err() {
                         let why = DeliveryError::Other("the producer has given up".to_owned());
-                        self.report(env, Report::Failed { seq, why });
+                        self.report(env, Report::Failed { seq, why: Box::new(why) });
                         return;
                     }
                 }
