@@ -17,7 +17,7 @@ use postgres_protocol::authentication::sasl::{
     ChannelBinding, SCRAM_SHA_256, SCRAM_SHA_256_PLUS, ScramSha256,
 };
 use postgres_protocol::message::frontend;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::config::Postgres;
 use crate::error::{Error, Kind, Refusal, Result};
@@ -30,9 +30,10 @@ use socket::{Reads, Socket};
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
 /// A buffer grown by a large row is given back when it is empty and larger than this.
 const KEEP_BUFFER_BYTES: usize = 1 << 20;
-/// A reader that is behind passes so much on at a time: the producer's batches are larger, and there are
-/// fewer changes from one thread to the other.
+/// A reader that is behind passes so much on at a time, or what has come in this time: the producer's
+/// batches are larger, and there are fewer changes from one thread to the other.
 const GATHER_BYTES: usize = 256 << 10;
+const GATHER_TIME: Duration = Duration::from_millis(10);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A walsender session that is not streaming yet.
@@ -49,8 +50,8 @@ pub struct Session {
 pub struct Stream {
     socket: Socket,
     buffer: BytesMut,
-    /// The buffer is still being filled.
-    gathering: bool,
+    /// The buffer is still being filled, until then.
+    gathering: Option<Instant>,
 }
 
 /// What came from the server while streaming.
@@ -296,7 +297,7 @@ impl Session {
         timeout(limit, starting)
             .await
             .map_err(|_| Error::wait(format!("slot {slot} does not start: no answer")))??;
-        Ok(Stream { socket: self.socket, buffer: self.buffer, gathering: false })
+        Ok(Stream { socket: self.socket, buffer: self.buffer, gathering: None })
     }
 
     async fn write(&mut self, message: impl FnOnce(&mut BytesMut) -> std::io::Result<()>) -> Result<()> {
@@ -335,20 +336,29 @@ impl Stream {
         if self.buffer.is_empty() && self.buffer.capacity() > KEEP_BUFFER_BYTES {
             self.buffer = BytesMut::new();
         }
-        if !behind && std::mem::take(&mut self.gathering) {
-            return Ok(()); // there is something to take
-        }
-        self.gathering = behind;
-        self.read(behind).await.map_err(|e| Error::wait("the replication connection is gone").because(e))?;
-        self.gathering = false;
-        Ok(())
+        let filled = if behind { self.gather().await } else { self.read().await };
+        self.gathering = None;
+        filled.map_err(|e| Error::wait("the replication connection is gone").because(e))
     }
 
-    async fn read(&mut self, behind: bool) -> std::io::Result<()> {
-        if !behind {
-            return self.socket.fill(&mut self.buffer).await;
+    async fn read(&mut self) -> std::io::Result<()> {
+        match self.gathering {
+            Some(_) => Ok(()), // there is something to take
+            None => self.socket.fill(&mut self.buffer).await,
         }
-        while self.socket.fill_behind(&mut self.buffer).await? && self.buffer.len() < GATHER_BYTES {}
+    }
+
+    async fn gather(&mut self) -> std::io::Result<()> {
+        if self.gathering.is_none() {
+            self.socket.fill_behind(&mut self.buffer).await?;
+        }
+        let until = *self.gathering.get_or_insert_with(|| Instant::now() + GATHER_TIME);
+        while self.buffer.len() < GATHER_BYTES {
+            match timeout_at(until, self.socket.fill_behind(&mut self.buffer)).await {
+                Ok(filled) => filled?,
+                Err(_) => break,
+            }
+        }
         Ok(())
     }
 
@@ -361,7 +371,7 @@ impl Stream {
     /// # Errors
     /// When the server ends the stream or breaks the protocol.
     pub fn take(&mut self) -> Result<Option<Received>> {
-        if self.gathering { Ok(None) } else { take(&mut self.buffer) }
+        if self.gathering.is_some() { Ok(None) } else { take(&mut self.buffer) }
     }
 
     /// Sends a standby status update: `flushed` is the persisted position, never more.

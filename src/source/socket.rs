@@ -3,8 +3,8 @@
 //! The walsender makes one `send` for each message. While our receive window is open each of them
 //! becomes a segment and often a wake-up of its own; while the window is shut they gather in the
 //! server's send queue and leave in segments of 64 KiB. So a reader that is behind lets the window
-//! shut: a small fixed receive buffer, large reads, and a short sleep until the kernel's queue has
-//! stopped growing. That more than doubles what the *server* can do. When caught up (the session
+//! shut: a small fixed receive buffer, reads of 32 KiB, and a short sleep until the kernel's queue
+//! has stopped growing. That more than doubles what the *server* can do. When caught up (the session
 //! knows by how much WAL is left) there is nothing to gather, and every byte is read at once.
 
 use std::io;
@@ -129,11 +129,11 @@ impl Socket {
         if read == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
     }
 
-    /// The same for a reader that is behind: lets the window shut first. `true`: more is there to be
-    /// read at once. Cancel-safe: a nap goes on where it was.
-    pub async fn fill_behind(&mut self, buffer: &mut BytesMut) -> io::Result<bool> {
+    /// The same for a reader that is behind: lets the window shut first. Cancel-safe: a nap goes on
+    /// where it was.
+    pub async fn fill_behind(&mut self, buffer: &mut BytesMut) -> io::Result<()> {
         // TLS gives half of what a plain read does.
-        if self.nap.is_none() && self.unlooked_bytes >= READ_BYTES {
+        if self.nap.is_none() && self.unlooked_bytes >= READ_BYTES && self.transport.has_window() {
             self.unlooked_bytes = 0;
             let queued = self.transport.queued_bytes()?;
             self.nap = (queued < self.shut_bytes).then(|| Nap::new(queued));
@@ -151,8 +151,7 @@ impl Socket {
             }
             self.nap = None;
         }
-        self.fill(buffer).await?;
-        Ok(self.transport.queued_bytes()? >= SHUT_MIN_BYTES)
+        self.fill(buffer).await
     }
 
     pub async fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
@@ -250,6 +249,11 @@ async fn negotiate(
 }
 
 impl Transport {
+    /// A Unix socket has none: a sleep would only hold up its sender.
+    fn has_window(&self) -> bool {
+        !matches!(self, Transport::Unix(_))
+    }
+
     /// Bytes waiting in the kernel.
     fn queued_bytes(&self) -> io::Result<usize> {
         let queued = match self {
