@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::hint::black_box;
 
-use outbox_tailer::relay::outbox::{Binding, ColumnName, Mapping, OutboxEvent};
+use outbox_tailer::relay::outbox::{Binding, ColumnName, Mapping};
 use outbox_tailer::relay::pgoutput::{self, Message, Tuple};
 use outbox_tailer::relay::progress::{InFlight, Position, Progress};
 use outbox_tailer::relay::router::{self, Limits, Route, Timestamp, Topic, TopicName};
